@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,13 +26,16 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.known import patterns as known
 from sglang_indexcache.known.warnings import provenance, warnings_about
+from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
-from sglang_indexcache.serving import combinations
+from sglang_indexcache.serving.judge import family_in, judge
 from sglang_indexcache.sglang.environment import Environment
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
+from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -84,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--allow-config-mismatch", action="store_true", help="accept a file made for another config.json"
     )
     parser.add_argument(
-        "--server-args", metavar="FLAGS", help="a launch line of SGLang's: what was run together, and what is refused"
+        "--server-args",
+        metavar="FLAGS",
+        help="a launch line of SGLang's: what was run together, what is refused, and what can't be judged",
     )
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     parser.add_argument("--known", action="store_true", help="list the patterns that others published")
@@ -102,7 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--server-args", options.pattern is None and options.server_args is not None, "a pattern"),
         (FLAG, options.model is None and options.json_model_override_args != "{}", "--model"),
         ("--allow-config-mismatch", options.model is None and options.allow_config_mismatch, "--model"),
-        ("--sglang", options.model is None and not options.environment and options.sglang, "--model or --environment"),
+        (
+            "--sglang",
+            options.model is None and not options.environment and options.server_args is None and options.sglang,
+            "--model, --server-args or --environment",
+        ),
     ):
         if given:
             parser.error(f"{flag} is used with {wanted} alone")
@@ -177,15 +185,43 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         pinned = [f"source    {spec.text}"] if spec.text != options.pattern else []
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
-        arguments = LaunchLine.parse(shlex.split(options.server_args))
-        found = list(combinations.verdicts(pattern, combinations.family_in(spec), arguments))
-        refused = [verdict.why for verdict in found if verdict.state == combinations.REFUSED]
-        result["problems"] += refused
-        result["combinations"] = [asdict(verdict) for verdict in found]
-        lines = [verdict.line for verdict in found if verdict.state != combinations.REFUSED]
-        text.append("\n".join([combinations.proven_first(arguments), *lines, *(f"problem: {why}" for why in refused)]))
+        _check_launch(options, spec, pattern, result, text)
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+
+
+def _check_launch(
+    options: argparse.Namespace, spec: PatternSpec, pattern: Pattern, result: dict[str, Any], text: list[str]
+) -> None:
+    """Check a launch line as `launch_server` would; variables are those in front of it, not those of this shell."""
+    variables, words = split_text(options.server_args)
+    ours = split_arguments(words)
+    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+    readings = Readings.of(ours.rest, installed)
+    family = family_in(spec, readings.lines[-1].model_path)
+    if spec.file is None and options.model is not None:
+        family = Checkpoint.read(options.model).family
+    shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
+    served = ours.pattern or variables.get(PATTERN_VARIABLE)
+    found = judge(pattern, family, readings, shard, variables)
+    problems = found.problems
+    if ours.calibrate:
+        problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
+    elif served and served not in (spec.text, options.pattern):
+        problems = [*_another(served, spec, pattern), *problems]
+    result["problems"] += problems
+    result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
+    result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
+    text.append("\n".join([*found.lines, *(f"problem: {why}" for why in problems)]))
+
+
+def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:
+    """Return one line if a launch line serves another pattern than the one that is checked, or nobody can say."""
+    try:
+        other = PatternSpec.read(served).known()
+    except IndexCacheError as error:
+        return [f"could not be judged: the pattern that --server-args serve ({error})"]
+    return [] if other == pattern else [f"--server-args serves {served}, which is another pattern than {spec.text}"]
 
 
 def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[str, Any], text: list[str]) -> None:

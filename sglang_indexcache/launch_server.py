@@ -37,8 +37,11 @@ from sglang_indexcache import __version__, process
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.serving import combinations
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
+from sglang_indexcache.serving.judge import Judgement, family_in, judge
+from sglang_indexcache.sglang.launch_line import Readings
+from sglang_indexcache.sglang.options import versions
+from sglang_indexcache.sglang.probes import SglangSource
 from sglang_indexcache.sglang.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
@@ -141,25 +144,36 @@ def check_plugin_is_found() -> None:
 
 
 def tell(spec: PatternSpec, split: Arguments) -> None:
-    """Say what is known of the pattern together with SGLang's flags, before SGLang is imported.
+    """Say what is known of the pattern together with SGLang's flags, which SGLang's own parser reads.
 
     Raises:
         LaunchError: if one of them can't be combined with it.
         ModelConfigError: if the model is a path of nothing.
     """
-    pattern, family, line = spec.known(), combinations.family_in(spec), LaunchLine.parse(split.rest)
-    if str(line.model_path).startswith(("/", "./", "../")) and not Path(line.model_path).exists():
-        ModelName.parse(line.model_path)  # says what is wrong
-    found = list(combinations.verdicts(pattern, family, line, split.shard))
-    for verdict in found:
-        if verdict.state == combinations.REFUSED:
-            raise LaunchError(verdict.why)
+    pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
+    shard, source = split.shard or variables.get(SHARD_VARIABLE) == "1", SglangSource.installed()
+
+    def judged(importing: bool) -> Judgement:
+        readings = Readings.of(split.rest, source, importing)
+        model = readings.lines[-1].model_path
+        if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
+            ModelName.parse(model)  # says what is wrong
+        found = judge(pattern, family_in(spec, model), readings, shard, variables)
+        for verdict in found.verdicts:
+            if verdict.state == REFUSED:
+                raise LaunchError(verdict.why)
+        return found
+
+    if source is not None and source.version in versions():
+        judged(importing=False)  # a mistake is answered at once
+    found = judged(importing=True)
     if not pattern.is_full:
-        notes = [combinations.proven_first(line), *(verdict.line for verdict in found)]
+        unjudged = [verdict.line for verdict in found.verdicts if verdict.state == UNJUDGED]
+        notes = [*found.lines, *unjudged]
         if spec.text != split.pattern:
             notes.insert(0, f"the pattern is {spec.text}")
         for note in notes:
-            sys.stderr.write(f"note from indexcache: {note}\n")
+            sys.stderr.write(f"note from indexcache: {note.removeprefix('note: ')}\n")
 
 
 def prepare(arguments: Sequence[str]) -> Sequence[str]:

@@ -1,26 +1,41 @@
 """List for each feature of SGLang whether a pattern ran with it, is refused with it, or never ran with it.
 
-`launch_server` and `indexcache-check --server-args` say it of a launch line, docs/reference/compatibility.md of all.
+`judge` reads launch lines by it, and docs/reference/compatibility.md has all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.counted import kinds_of
-from sglang_indexcache.serving.preflight import refusals_of
+from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC_PIECEWISE, Meaning, is_off
 
-RAN, REFUSED, NOT_RUN = "ran", "refused", "not run"
+RAN, REFUSED, NOT_RUN, UNJUDGED = "ran", "refused", "not run", "could not be judged"
 _CPU = "SGLang 0.5.23 on CPUs"
 _GPU = "SGLang 0.5.17 on an H100"
 _BOTH, _BOTH_ON_TWO = f"{_CPU}; {_GPU}", f"{_CPU}; SGLang 0.5.17 on two H100"
+_ON_NVIDIA = ("cuda", None)
+PLAIN: dict[str, tuple[Any, ...]] = {  # values of flags with which everything was run
+    "dtype": ("auto", "bfloat16", "float32"),
+    "device": ("cuda", "cpu"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "model_impl": ("auto", "sglang"),
+    "kv_cache_dtype": ("auto", "bf16", "bfloat16"),
+    "dsa_topk_backend": ("sgl-kernel", "torch"),
+    "cuda_graph_backend_decode": ("full", DISABLED),
+    "cuda_graph_backend_prefill": (DISABLED,),
+    "cuda_graph_tc_compiler": ("eager",),
+    "piecewise_cuda_graph_compiler": ("eager",),
+    "page_size": (64,),  # SGLang sets it itself where indexers choose
+    "disaggregation_transfer_backend": ("mooncake", "mooncake_tcp"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,15 +46,21 @@ class Combination:
         name: as SGLang's documentation calls it.
         flags: the flags that ask for it.
         ran: where it ran; empty if nowhere.
+        reads: the names in `Meaning` of what its flags set.
         asked: whether server arguments ask for it.
         without: what was not run, of one that ran in part.
+        family: the family on whose models it ran.
+        default: where it is on although nothing asks for it, in words; by a launch line of one SGLang.
     """
 
     name: str
     flags: tuple[str, ...]
     ran: str
+    reads: tuple[str, ...]
     asked: Callable[[Any], bool]
     without: str = ""
+    family: Family = DSA
+    default: Callable[[LaunchLine, Family], str] = lambda line, family: ""
 
     @property
     def verdict(self) -> Verdict:
@@ -54,7 +75,7 @@ class Verdict:
     """The answer for one feature that a launch line asks for.
 
     Attributes:
-        state: `RAN`, `REFUSED` or `NOT_RUN`.
+        state: `RAN`, `REFUSED`, `NOT_RUN` or `UNJUDGED`.
         name: the feature; of a refused one the flag.
         why: where it ran, why it is refused, or what is known all the same.
     """
@@ -77,149 +98,235 @@ def _given(*names: str) -> Callable[[Any], bool]:
     return lambda arguments: any(getattr(arguments, name, None) for name in names)
 
 
-def _drafts(arguments: Any) -> str:
+def _one_of(name: str, *values: str) -> Callable[[Any], bool]:
+    return lambda arguments: getattr(arguments, name, None) in values
+
+
+def drafts_of(arguments: Any) -> str:
+    """Return the algorithm that drafts tokens; empty without one."""
     return str(getattr(arguments, "speculative_algorithm", None) or "").upper()
 
 
 def _chains(arguments: Any) -> bool:
-    return _drafts(arguments) in ("EAGLE", "NEXTN") and (getattr(arguments, "speculative_eagle_topk", None) or 1) == 1
+    return drafts_of(arguments) in ("EAGLE", "NEXTN") and (getattr(arguments, "speculative_eagle_topk", None) or 1) == 1
 
 
 def _context(arguments: Any) -> bool:
-    """Return whether arguments ask for context parallelism, under the flags of any SGLang."""
-    older = _given("enable_prefill_cp", "enable_prefill_context_parallel", "enable_dsa_prefill_context_parallel")
-    return older(arguments) or any(_more_than_one(name)(arguments) for name in ("attn_cp_size", "dcp_size"))
+    """Return whether arguments ask for context parallelism."""
+    sizes = ("attn_cp_size", "dcp_size")
+    return bool(arguments.enable_prefill_cp) or any(_more_than_one(name)(arguments) for name in sizes)
 
 
 def _interleaved(arguments: Any) -> bool:
-    prefill = _given("enable_prefill_cp")(arguments) and not _more_than_one("dcp_size")(arguments)
-    return bool(prefill) and getattr(arguments, "cp_strategy", None) == "interleave"
+    prefill = bool(arguments.enable_prefill_cp) and not _more_than_one("dcp_size")(arguments)
+    return prefill and arguments.cp_strategy == INTERLEAVE
 
 
-def _type_of_cache(arguments: Any) -> str:
-    return str(getattr(arguments, "kv_cache_dtype", None) or "auto")
+def _since(version: str, first: tuple[int, int, int]) -> bool:
+    """Return whether a version is that of `first` or newer; a version that says nothing is."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return len(numbers) < 3 or numbers >= first
+
+
+def _graphs_by_default(line: LaunchLine, family: Family) -> str:
+    """Return where SGLang captures prompts unasked: breakable graphs, since 0.5.17 where indexers choose, too."""
+    meant, first = Meaning(line), (0, 5, 14) if family is DENSE_GQA else (0, 5, 17)
+    off = meant.cuda_graph_backend_prefill or meant.disaggregation_mode == "decode" or meant.device not in _ON_NVIDIA
+    if off or family is DEEPSEEK_V4 or not _since(line.version, first):
+        return ""
+    return "on by default on NVIDIA GPUs, as --cuda-graph-backend-prefill breakable"
+
+
+def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
+    asked = line.kv_cache_dtype not in (None, "auto") or line.device not in _ON_NVIDIA
+    return "" if asked or family in (DENSE_GQA, DEEPSEEK_V4) else "on by default there, and nothing was run there"
 
 
 COMBINATIONS = (
-    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, _more_than_one("tp_size")),
-    Combination("pipeline parallelism", ("--pp-size",), _CPU, _more_than_one("pp_size")),
-    Combination("data-parallel attention", ("--enable-dp-attention",), _BOTH_ON_TWO, _given("enable_dp_attention")),
-    Combination("data-parallel LM head", ("--enable-dp-lm-head",), _BOTH_ON_TWO, _given("enable_dp_lm_head")),
+    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",), _more_than_one("tp_size")),
+    Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",), _more_than_one("pp_size")),
+    Combination(
+        "data-parallel attention",
+        ("--enable-dp-attention", "--attn-dp-size"),
+        _BOTH_ON_TWO,
+        ("enable_dp_attention", "dp_size"),
+        _given("enable_dp_attention"),
+    ),
+    Combination(
+        "data-parallel LM head",
+        ("--enable-dp-lm-head",),
+        _BOTH_ON_TWO,
+        ("enable_dp_lm_head",),
+        _given("enable_dp_lm_head"),
+    ),
     Combination(
         "expert parallelism",
         ("--ep-size",),
         _BOTH_ON_TWO,
+        ("ep_size",),
         _more_than_one("ep_size"),
         "DeepEP and other --moe-a2a-backend",
     ),
-    Combination("all-to-all of experts", ("--moe-a2a-backend",), "", lambda a: a.moe_a2a_backend not in (None, "none")),
-    Combination("MTP/NextN, EAGLE", ("--speculative-algorithm EAGLE",), _BOTH, _chains),
+    Combination(
+        "all-to-all of experts",
+        ("--moe-a2a-backend",),
+        "",
+        ("moe_a2a_backend",),
+        lambda arguments: not is_off(arguments.moe_a2a_backend),
+    ),
+    Combination(
+        "MTP/NextN, EAGLE",
+        ("--speculative-algorithm EAGLE",),
+        _BOTH,
+        ("speculative_algorithm", "speculative_eagle_topk"),
+        _chains,
+    ),
     Combination(
         "other drafts",
         ("--speculative-algorithm", "--speculative-eagle-topk"),
         "",
-        lambda arguments: bool(_drafts(arguments)) and not _chains(arguments),
+        ("speculative_algorithm", "speculative_eagle_topk"),
+        lambda arguments: bool(drafts_of(arguments)) and not _chains(arguments),
     ),
     Combination(
         "context-parallel prefill",
         ("--enable-prefill-cp", "--cp-strategy interleave"),
         _BOTH_ON_TWO,
+        ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
         _interleaved,
     ),
     Combination(
         "other context parallelism",
         ("--cp-strategy zigzag", "--attn-cp-size", "--dcp-size"),
         "",
+        ("enable_prefill_cp", "cp_strategy", "attn_cp_size", "dcp_size"),
         lambda arguments: _context(arguments) and not _interleaved(arguments),
     ),
     Combination(
         "prefill and decode apart",
         ("--disaggregation-mode",),
         _CPU + ", by Mooncake over TCP; servers with other patterns refuse each other's handshake",
-        lambda arguments: getattr(arguments, "disaggregation_mode", None) in ("prefill", "decode"),
+        ("disaggregation_mode",),
+        _one_of("disaggregation_mode", "prefill", "decode"),
         "other transfers",
     ),
-    Combination("mixed chunks", ("--enable-mixed-chunk",), _BOTH, _given("enable_mixed_chunk")),
+    Combination(
+        "mixed chunks", ("--enable-mixed-chunk",), _BOTH, ("enable_mixed_chunk",), _given("enable_mixed_chunk")
+    ),
     Combination(
         "HiCache",
-        ("--enable-hierarchical-cache",),
+        ("--enable-hierarchical-cache", "--enable-hicache"),
         _GPU,
+        ("enable_hierarchical_cache",),
         _given("enable_hierarchical_cache"),
-        "its storage, whose keys carry the pattern",
+        "its storage",
     ),
-    Combination("HiSparse", ("--enable-hisparse",), _GPU, _given("enable_hisparse")),
+    Combination(
+        "storage of HiCache",
+        ("--hicache-storage-backend",),
+        "",
+        ("hicache_storage_backend",),
+        _given("hicache_storage_backend"),
+    ),
+    Combination("HiSparse", ("--enable-hisparse",), _GPU, ("enable_hisparse",), _given("enable_hisparse")),
     Combination(
         "LoRA",
         ("--enable-lora", "--lora-paths"),
         "",
+        ("enable_lora", "lora_paths"),
         _given("enable_lora", "lora_paths"),
         "SGLang 0.5.17 fails to import it for DSA; 0.5.23 needs a GPU for it",
     ),
     Combination(
-        "fp8 KV cache", ("--kv-cache-dtype fp8_e4m3",), _GPU, lambda arguments: "fp8" in _type_of_cache(arguments)
+        "fp8 KV cache",
+        ("--kv-cache-dtype fp8_e4m3",),
+        _GPU,
+        ("kv_cache_dtype",),
+        _one_of("kv_cache_dtype", "fp8_e4m3"),
     ),
-    Combination("fp4 KV cache", ("--kv-cache-dtype fp4_e2m1",), "", lambda a: "fp4" in _type_of_cache(a)),
+    Combination(
+        "other types of KV cache",
+        ("--kv-cache-dtype fp8_e5m2, fp4_e2m1, ...",),
+        "",
+        ("kv_cache_dtype",),
+        lambda arguments: (arguments.kv_cache_dtype or "auto") not in ("fp8_e4m3", *PLAIN["kv_cache_dtype"]),
+    ),
+    Combination(
+        "fp8 KV cache and TRT-LLM kernels on Blackwell GPUs",
+        ("--kv-cache-dtype auto",),
+        "",
+        ("kv_cache_dtype",),
+        lambda arguments: False,
+        default=_blackwell_by_default,
+    ),
+    *(
+        Combination(
+            f"kernels of sparse attention in {where}",
+            (f"--dsa-{word}-backend {', '.join(ran)}",),
+            _GPU,
+            (f"dsa_{word}_backend",),
+            _one_of(f"dsa_{word}_backend", *ran),
+            "other kernels",
+        )
+        for word, where, ran in (
+            ("prefill", "prompts", ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto")),
+            ("decode", "decoding", ("flashmla_sparse", "flashmla_kv")),
+        )
+    ),
+    Combination(
+        "backend of sparse attention",
+        ("--attention-backend dsa",),
+        _BOTH,
+        ("attention_backend",),
+        _one_of("attention_backend", "dsa", "nsa"),
+    ),
+    Combination(
+        "backend of dense attention",
+        ("--attention-backend flashinfer, torch_native",),
+        "flashinfer: SGLang 0.5.17 on an H100; torch_native: SGLang 0.5.23 on CPUs",
+        ("attention_backend",),
+        _one_of("attention_backend", "flashinfer", "torch_native"),
+        family=DENSE_GQA,
+    ),
+    Combination(
+        "pages of 16 tokens",
+        ("--page-size 16",),
+        "SGLang 0.5.23 on CPUs; SGLang 0.5.17 on an H100",
+        ("page_size",),
+        lambda arguments: arguments.page_size == 16,
+        family=DENSE_GQA,
+    ),
     Combination(
         "torch.compile",
         ("--enable-torch-compile",),
         "",
+        ("enable_torch_compile",),
         _given("enable_torch_compile"),
         "SGLang 0.5.17's indexer can't be compiled",
     ),
     Combination(
         "graphs of prompts",
-        ("--cuda-graph-backend-prefill", "--enable-piecewise-cuda-graph"),
+        ("--cuda-graph-backend-prefill breakable, tc_piecewise",),
         _GPU,
-        lambda arguments: (
-            getattr(arguments, "cuda_graph_backend_prefill", None) not in (None, "disabled")
-            or bool(getattr(arguments, "enable_piecewise_cuda_graph", None))
-        ),
+        ("cuda_graph_backend_prefill",),
+        _one_of("cuda_graph_backend_prefill", BREAKABLE, TC_PIECEWISE),
         "counting in what torch.compile traces (tc_piecewise)",
+        default=_graphs_by_default,
     ),
     Combination(
         "deterministic inference",
         ("--enable-deterministic-inference",),
         "",
+        ("enable_deterministic_inference",),
         _given("enable_deterministic_inference"),
         "SGLang 0.5.17 and 0.5.23 refuse it with their DSA backend",
     ),
-    Combination("several nodes", ("--nnodes",), "", _more_than_one("nnodes")),
+    Combination("several nodes", ("--nnodes",), "", ("nnodes",), _more_than_one("nnodes")),
     Combination(
         "replicas",
         ("--dp-size",),
         "SGLang 0.5.23 on CPUs",
-        lambda a: (a.dp_size or 1) > 1 and not a.enable_dp_attention,
+        ("dp_size",),
+        lambda arguments: (arguments.dp_size or 1) > 1 and not getattr(arguments, "enable_dp_attention", None),
     ),
 )
-
-
-def verdicts(pattern: Pattern, family: Family, arguments: Any, shard: bool = False) -> Iterator[Verdict]:
-    """Yield what is known of the features that server arguments ask for, the refused ones first.
-
-    Args:
-        pattern: the pattern to serve.
-        family: the model's family.
-        arguments: SGLang's server arguments, or a launch line.
-        shard: whether indexers are shared out.
-    """
-    refused = list(refusals_of(pattern, family, arguments, shard))
-    for given, why in refused:
-        yield Verdict(REFUSED, given, why)
-    for item in COMBINATIONS:
-        if item.asked(arguments) and not {given for given, _ in refused} & {*item.flags}:
-            found = item.verdict
-            compared = family is DSA and not pattern.indexers and not shard
-            if found.state == RAN and not compared:
-                found = Verdict(NOT_RUN, item.name, f"compared with F and S on DSA models alone: {item.ran}")
-            yield found
-
-
-def family_in(spec: PatternSpec) -> Family:
-    """Return the family that a pattern file was made for; DSA where a pattern names no model."""
-    return DSA if spec.file is None else family_of(spec.file.model.architecture)
-
-
-def proven_first(arguments: Any) -> str:
-    """Return one line that says what is proven of these server arguments before a request of a user is served."""
-    kinds = sorted(kinds_of(arguments) | (kinds_of(arguments, draft=True) if _drafts(arguments) else frozenset()))
-    return f"proven before it serves: role and weights of every layer and rank; counted in {', '.join(kinds)} passes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang import variables as environment
+from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
 
@@ -41,24 +44,29 @@ def flag(name: str) -> str:
 
 def refused_flags(refused: Mapping[str, str], arguments: Any) -> Iterator[tuple[str, str]]:
     """Yield the flags in SGLang's server arguments that are among `refused` (attributes and why), with the reason."""
+    meant = Meaning(arguments)
     for name, reason in refused.items():
-        given = getattr(arguments, name, None)
+        given = getattr(meant, name)
         if given is True or (given and given != 1):
             yield flag(name), reason
 
 
-def refusals_of(pattern: Pattern, family: Family, arguments: Any, shard: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the flags that `pattern` can't be served with, whatever the SGLang, and why.
+def refusals_of(
+    pattern: Pattern, family: Family, arguments: Any, shard: bool = False, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the flags and variables that `pattern` can't be served with, whatever the SGLang, and why.
 
     Args:
         pattern: the pattern to serve.
         family: the model's family.
         arguments: SGLang's server arguments, or a launch line.
         shard: whether indexers are shared out.
+        variables: the server's environment.
     """
     if pattern.is_full and not shard:
         return
-    adapter = family.sglang
+    adapter, arguments = family.sglang, Meaning(arguments)
+    yield from environment.refused(variables or {})
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
         yield given, f"{given} can't be combined with a pattern: {reason}"
     for given, reason in refused_flags(adapter.refused_with_blocks, arguments):
@@ -197,7 +205,7 @@ class Preflight(EnginePlan):
             return
         self.refuse(_REFUSED, server_args)  # before the model is read
         family = self.family_at(model)
-        for _, line in refusals_of(pattern, family, server_args, self.shard):
+        for _, line in refusals_of(pattern, family, server_args, self.shard, os.environ):
             raise PreflightError(line)
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")

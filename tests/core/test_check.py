@@ -275,3 +275,44 @@ def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
     effective = DSA.sglang.would_run(installed, str(model), {"index_topk_pattern": "FSSFSS"}, 6)
     newer = tuple(map(int, installed.version.split(".")[:3])) >= (0, 5, 20)
     assert effective == Pattern("FFFFFF" if newer else "FSSFSS")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--indexcache-shard-indexers --attn-cp-size 2", "--attn-cp-size can't be combined with --indexcache-shard-in"),
+        (
+            "SGLANG_INDEXCACHE_SHARD_INDEXERS=1 sglang serve --dcp-size 2",
+            "--dcp-size can't be combined with --indexcac",
+        ),
+        ("--indexcache-pattern FFSFSS --tp 8", "--server-args serves FFSFSS, which is another pattern than FSSFSS"),
+        ("SGLANG_INDEXCACHE_PATTERN=FFSFSS sglang serve", "--server-args serves FFSFSS, which is another pattern than"),
+        (
+            "--indexcache-pattern /on/a.yaml",
+            "could not be judged: the pattern that --server-args serve (/on/a.yaml",
+        ),
+        ("--indexcache-calibrate", "--server-args starts a calibration server, which serves no pattern"),
+        ("SGLANG_USE_SM90_LITETOPK=1 sglang serve --tp 8", "SGLANG_USE_SM90_LITETOPK can't be combined with a pattern"),
+        ("--enable-two-batch", "--enable-two-batch-overlap can't be combined with a pattern: its path"),
+        ("--lala", "could not be judged: --lala (no such flag)"),
+        ("--tp eight", "could not be judged: --tp (argument --tp-size/--tensor-parallel-size: invalid int value"),
+        ("--kv-cache-dtype FP8_E4M3", "could not be judged: --kv-cache-dtype (argument --kv-cache-dtype: invalid choi"),
+    ],
+)
+def test_a_launch_line_that_would_not_serve_it_is_a_problem(
+    line: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0 for a line that the server refuses would let it through a deployment's checks."""
+    found = problems(["FSSFSS", "--server-args", line], capsys)
+    assert len(found) == 1 and found[0].startswith(f"problem: {problem}")
+
+
+def test_a_launch_line_that_serves_it_has_our_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "python -m sglang_indexcache.launch_server --indexcache-pattern FSSFSS --tp 8 --log-level error"
+    assert main(["FSSFSS", "--json", "--server-args", line]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["combinations"][0]["name"] == "tensor parallelism" and not report["problems"]
+    assert "--log-level error hides the lines" in report["launch_notes"][0]
+    for broken in ("--tp '8", "--indexcache-lala"):
+        assert main(["FSSFSS", "--server-args", broken]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -12,14 +12,17 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import family_of
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED, family_in, verdicts
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
+from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
+from sglang_indexcache.sglang.options import parser_of
 from tests.conftest import tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
@@ -29,8 +32,13 @@ COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, sc
 
 
 def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
-    found = verdicts(pattern, DSA, LaunchLine.parse(line.split()), shard)
+    """Verdicts of a line on a CPU, where nothing is on by default."""
+    found = verdicts(pattern, DSA, on_cpu(line), shard)
     return {verdict.name: verdict.state for verdict in found}
+
+
+def on_cpu(line: str) -> LaunchLine:
+    return LaunchLine.parse(f"{line} --device cpu".split())
 
 
 def test_launch_lines_are_read_without_sglang() -> None:
@@ -39,7 +47,7 @@ def test_launch_lines_are_read_without_sglang() -> None:
     )
     assert (line.tp_size, line.dp_size, line.enable_dp_attention, line.log_level) == (8, 2, True, "info")
     assert line.dist_init_addr == "a-b:1" and line.pp_size is None
-    assert LaunchLine.parse(["--pp", "1", "--pp", "2"]).pp_size == 2
+    assert LaunchLine.parse(["--pp-size", "1", "--pp-size", "2"]).pp_size == 2
     assert LaunchLine.parse(["--speculative-algorithm="]).speculative_algorithm == ""
 
 
@@ -58,7 +66,24 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--dcp-size 2", {"other context parallelism": NOT_RUN}),
         ("--disaggregation-mode prefill", {"prefill and decode apart": RAN}),
         ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
-        ("--kv-cache-dtype fp4_e2m1", {"fp4 KV cache": NOT_RUN}),
+        ("--kv-cache-dtype fp8_e5m2", {"other types of KV cache": NOT_RUN}),
+        ("--kv-cache-dtype nvfp4", {"other types of KV cache": NOT_RUN}),
+        ("--kv-cache-dtype bfloat16 --page-size 64 --dtype auto", {}),
+        ("--page-size 32", {"--page-size 32": NOT_RUN}),
+        ("--attn-dp-size 8 --enable-hicache", {"data-parallel attention": RAN, "HiCache": RAN}),
+        ("--speculative-algo NEXTN", {"MTP/NextN, EAGLE": RAN}),
+        ("--enable-two-batch", {"--enable-two-batch-overlap": REFUSED}),
+        ("--use-ray", {"--use-ray": REFUSED}),
+        ("--enable-single-batch", {"--enable-single-batch, which is --enable-single-batch-overlap": NOT_RUN}),
+        ("--dsa-prefill-backend fa3", {"--dsa-prefill-backend fa3": NOT_RUN}),
+        (
+            "--dsa-prefill-backend flashmla_kv --dsa-decode-backend trtllm",
+            {"kernels of sparse attention in prompts": RAN, "--dsa-decode-backend trtllm": NOT_RUN},
+        ),
+        ("--no-enable-dsa-fused-indexer", {"--no-enable-dsa-fused-indexer": NOT_RUN}),
+        ("--cuda-graph-backend-decode breakable", {"--cuda-graph-backend-decode breakable": NOT_RUN}),
+        ('--cuda-graph-config {"prefill":{"backend":"breakable"}}', {"graphs of prompts": RAN}),
+        ("--port 1 --api-key secret --mem-fraction-static 0.8 --chunked-prefill-size 8192", {}),
         ("--enable-two-batch-overlap", {"--enable-two-batch-overlap": REFUSED}),
         ("--cuda-graph-backend-prefill disabled", {}),
     ],
@@ -68,11 +93,14 @@ def test_eight_gpus_of_glm_5(line: str, expected: dict[str, str]) -> None:
 
 
 def test_refusals_depend_on_pattern_and_family() -> None:
-    line = "--tp 8 --attn-cp-size 2"
+    line = "--attn-cp-size 2"
     assert states(line, SHARED.selecting_for(0, 4))["--attn-cp-size"] == REFUSED
     assert states(line, Pattern("FFF"), shard=True)["--attn-cp-size"] == REFUSED
-    assert states("--enable-two-batch-overlap", Pattern("FFF")) == {}
-    [found] = verdicts(SHARED, DEEPSEEK_V4, LaunchLine.parse(["--enable-hisparse"]))
+    dense = Pattern("DSS", replace(COMPRESSED, score="token_max"))
+    for line in ("--attn-dp-size 2", "--enable-prefill-cp", "--dcp-size 2"):  # newer names of what it refuses, too
+        assert REFUSED in {item.state for item in verdicts(dense, DENSE_GQA, on_cpu(line))}
+    assert states("--enable-two-batch-overlap", Pattern("FFF")) == {"--enable-two-batch-overlap": NOT_RUN}
+    [found] = verdicts(SHARED, DEEPSEEK_V4, on_cpu("--enable-hisparse"))
     assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
     file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
     assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
@@ -83,30 +111,32 @@ def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
     kept, plain = Pattern("DFF", COMPRESSED), Pattern("DSS", replace(COMPRESSED, score="token_max"))
     rounded = replace(kept, selection=replace(COMPRESSED, score="rounded_keys"))
     averaged = Pattern("DSS", replace(COMPRESSED, score="token_max", steps=ReusePolicy.parse("ema:0.5")))
-    for line, flag in (
-        ("--disaggregation-mode decode", "--disaggregation-mode"),
-        ("--cuda-graph-backend-prefill tc_piecewise", "--cuda-graph-backend-prefill"),
-        ("--enable-pd-role-switch", "--enable-pd-role-switch"),
-        ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph"),
+    for line, flag, version in (
+        ("--disaggregation-mode decode", "--disaggregation-mode", "0.5.23"),
+        ("--cuda-graph-backend-prefill tc_piecewise", "--cuda-graph-backend-prefill", "0.5.20"),
+        ("--enable-pd-role-switch", "--enable-pd-role-switch", "0.5.23"),
+        ('--cuda-graph-config {"prefill":{"backend":"tc_piecewise"}}', "--cuda-graph-backend-prefill", "0.5.20"),
+        ("--enable-piecewise-cuda-graph", "--enable-piecewise-cuda-graph", "0.5.13.post1"),
     ):
-        arguments = LaunchLine.parse(line.split())
+        arguments = LaunchLine.parse([*line.split(), "--device", "cpu"], parser_of(version))
         for pattern, what in (
             (kept, "score compressed_keys"),
             (rounded, "score rounded_keys"),
             (averaged, "steps ema:0.5"),
         ):
             [found] = [item for item in verdicts(pattern, DENSE_GQA, arguments) if item.state == REFUSED]
-            assert found.name == flag and found.why.startswith(f"{line} can't be combined with {what}: ")
+            said = line if "{" not in line else f"{flag} tc_piecewise"
+            assert found.name == flag and found.why.startswith(f"{said} can't be combined with {what}: ")
         assert not [item for item in verdicts(plain, DENSE_GQA, arguments) if item.state == REFUSED]
-    mixed = LaunchLine.parse(["--enable-mixed-chunk"])
+    mixed = on_cpu("--enable-mixed-chunk")
     for pattern, state in ((kept, REFUSED), (Pattern("DDD", COMPRESSED), NOT_RUN)):
         assert [item.state for item in verdicts(pattern, DENSE_GQA, mixed)] == [state]
-    prefill = LaunchLine.parse("--disaggregation-mode prefill".split())
+    prefill = on_cpu("--disaggregation-mode prefill")
     assert [item.state for item in verdicts(kept, DENSE_GQA, prefill)] == [NOT_RUN]
 
 
 def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
-    line = LaunchLine.parse(["--speculative-algorithm", "EAGLE"])
+    line = on_cpu("--speculative-algorithm EAGLE")
     for pattern, family, shard in (
         (SHARED.selecting_for(0, 4), DSA, False),
         (SHARED, DSA, True),
@@ -124,7 +154,8 @@ def test_the_page_has_every_combination() -> None:
 
 
 def test_the_command_answers_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_main(["FSSFSS", "--server-args", "--tp 8 --speculative-algorithm EAGLE --moe-a2a-backend deepep"]) == 0
+    line = "--tp 8 --speculative-algorithm EAGLE --moe-a2a-backend deepep --device cpu"
+    assert check_main(["FSSFSS", "--server-args", line]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("counted in draft extend, extend, target verify passes")
     assert [line.split(" (")[0] for line in lines[1:]] == [
@@ -143,7 +174,7 @@ def test_the_launcher_says_it_before_sglang_starts(
     monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
     monkeypatch.setenv(launch_server.PATTERN_VARIABLE, "")
     monkeypatch.setenv(launch_server.ALLOW_MISMATCH_VARIABLE, "")
-    launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2"])
+    launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2", "--device", "cpu"])
     notes = capsys.readouterr().err.splitlines()
     assert all(note.startswith("note from indexcache: ") for note in notes)
     assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 3
@@ -151,3 +182,58 @@ def test_the_launcher_says_it_before_sglang_starts(
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "found"),
+    [
+        ("0.5.23", "", {RAN: "graphs of prompts", NOT_RUN: "fp8 KV cache and TRT-LLM kernels on Blackwell GPUs"}),
+        ("0.5.15.post1", "--kv-cache-dtype bf16", {}),  # indexers were left out of graphs until 0.5.17
+        ("0.5.23", "--kv-cache-dtype bf16 --disable-cuda-graph", {}),
+        ("0.5.23", "--kv-cache-dtype bf16 --disaggregation-mode decode", {RAN: "prefill and decode apart"}),
+        ("0.5.17", "--kv-cache-dtype bf16 --enable-breakable-cuda-graph", {RAN: "graphs of prompts"}),
+        ("0.5.20", "--kv-cache-dtype bf16", {RAN: "graphs of prompts"}),
+    ],
+)
+def test_a_default_that_is_on_counts_as_given(version: str, line: str, found: dict[str, str]) -> None:
+    """Prompts are captured on Hopper without a flag: a server with blocks ended there on its first long prompt."""
+    read = LaunchLine.parse(line.split(), parser_of(version))
+    assert {item.state: item.name for item in verdicts(SHARED, DSA, read)} == found
+    blocks = {item.name: item.state for item in verdicts(SHARED.selecting_for(0, 4), DSA, read)}
+    assert blocks == dict.fromkeys(found.values(), NOT_RUN)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "said"),
+    [
+        ("", DSA, "counted in decode, extend passes"),
+        ("--skip-server-warmup", DSA, "counted in the first decode, extend passes of users' requests, since"),
+        ("--speculative-algo EAGLE", DSA, "counted in draft extend, extend, target verify passes"),
+        ("--speculative-algo EAGLE", DEEPSEEK_V4, "counted in extend, target verify passes"),
+        ("--disaggregation-mode decode", DSA, "counted in decode passes"),
+        ("", DENSE_GQA, "role of every layer and rank; nothing is counted"),
+    ],
+)
+def test_what_is_proven_first_is_true_of_that_launch(line: str, family: Family, said: str) -> None:
+    assert said in proven_first(LaunchLine.parse(line.split()), family)
+
+
+def test_variables_of_what_upstream_may_merge_are_refused() -> None:
+    """Their code would share out, or carry on, rows that blocks and shared-out indexers have rearranged."""
+    readings = Readings.of(["--device", "cpu"], None)
+    for name in ("SGLANG_DSA_INDEXER_M_SPLIT", "SGLANG_USE_SM90_LITETOPK", "SGLANG_NPU_ENABLE_DSA_CP"):
+        [found] = judge(SHARED, DSA, readings, variables={name: "1"}).verdicts
+        assert found.state == REFUSED and name in found.why
+        assert not judge(SHARED, DSA, readings, variables={name: "0"}).verdicts
+        assert not judge(Pattern("FFF"), DSA, readings, variables={name: "1"}).problems
+    others = {"SGLANG_DSA_FUSE_TOPK": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1", "SGLANG_HOST_IP": "x", "A": "1"}
+    found = judge(SHARED, DSA, readings, variables=others).verdicts
+    assert {item.name: item.state for item in found} == {
+        "SGLANG_DISABLE_DSA_INDEXER_FUSION": NOT_RUN,
+        "SGLANG_DSA_FUSE_TOPK": RAN,
+    }
+
+
+def test_levels_that_hide_what_the_server_says_are_named() -> None:
+    for level, notes in (("info", 0), ("debug", 0), ("error", 1), ("WARNING", 1)):
+        assert len(judge(SHARED, DSA, Readings.of(["--log-level", level], None)).notes) == notes

@@ -20,6 +20,7 @@ from scripts.tools import pictures, site
 from sglang_indexcache import __version__
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.pattern.reuse import POLICIES
+from sglang_indexcache.sglang.options import parser_of, versions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -169,7 +170,8 @@ def flags(command: str) -> set[str]:
 @pytest.mark.parametrize("path", [*HOW_TO, *DOCS.glob("reference/*.md")], ids=name_of)
 def test_flags_in_pages_exist(path: Path) -> None:
     shown = re.findall(r"<!-- help: (.*) -->", (DOCS / "reference" / "commands.md").read_text())
-    known = set.union(OF_OTHERS, OF_THE_LAUNCHER, *map(flags, shown))
+    of_sglang = set().union(*(parser_of(version).flags() for version in versions()))
+    known = set.union(OF_OTHERS, OF_THE_LAUNCHER, of_sglang, *map(flags, shown))
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", path.read_text())) <= known
 
 
