@@ -303,6 +303,8 @@ def _unread_everywhere(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> 
     """Return what SGLang runs of models whose configuration has no roles."""
     native, name = checkpoint.model.native, named(SGLANG, READ_VERSIONS)
     given = tuple(key for key in (*SHARING_KEYS, CLI_KEY) if overrides.get(key) is not None)
+    architecture, rest = checkpoint.model.architecture, f"all {len(native)} layers stay {native.full_role}"
+    does = f" ignores {', '.join(given)} on {architecture} (it reads no such key there)" if given else ""
     return Reading(
         engine=SGLANG,
         versions=READ_VERSIONS,
@@ -310,6 +312,5 @@ def _unread_everywhere(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> 
         key=None,
         source=None,
         ignored=given,
-        line=f"{name} ignores {', '.join(given)} on {checkpoint.model.architecture} (it does not read it): all"
-        f" {len(native)} layers stay {native.full_role}",
+        line=f"{name}{does}: {rest}",
     )

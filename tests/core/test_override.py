@@ -175,7 +175,7 @@ def test_a_freq_takes_the_offset_of_config_json(model: Callable[..., str], capsy
 
 def test_models_whose_configuration_has_no_roles(model: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = alone(capsys, model(tiny_v4_config()), {"index_topk_pattern": "FSSF"})
-    line = "ignores index_topk_pattern on DeepseekV4ForCausalLM (it does not read it): all 4 layers stay F"
+    line = "ignores index_topk_pattern on DeepseekV4ForCausalLM (it reads no such key there): all 4 layers stay F"
     assert code == 1 and any(line in item for item in those(lines, "problem"))
 
 
