@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from sglang_indexcache import __version__, process
+from sglang_indexcache import __version__, override, process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.files.result_folder import ResultFolder
@@ -41,10 +41,10 @@ DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
 
 With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
-layers would run their indexer. With --server-args: say what of a launch line was run together with a pattern, and what
-is refused. With --server: compare with what running servers report, so that prefill and decode servers,
-replicas and nodes are known to serve one pattern, and show all that each says of it. With --environment: what the
-plugin can do with the installed SGLang.
+layers would run their indexer; without a pattern, say which layers the given overrides alone would run, by version.
+With --server-args: say what of a launch line was run together with a pattern, and what is refused. With --server:
+compare with what running servers report, so that prefill and decode servers, replicas and nodes are known to serve one
+pattern, and show all that each says of it. With --environment: what the plugin can do with the installed SGLang.
 
 The folder of a search, or org/name of a repository on the hub that has its files, stands for its pattern.yaml; first
 its files must belong together and be unchanged. --known lists the patterns that others published.
@@ -56,6 +56,7 @@ examples:
   indexcache-check deploy/glm5/pattern.yaml@1/4 --model zai-org/GLM-5-FP8
   indexcache-check deploy/glm5/pattern.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
   indexcache-check deploy/glm5/pattern.yaml@1/4 --server-args "--tp 8 --enable-dp-attention --dp 8 --ep-size 8"
+  indexcache-check --model zai-org/GLM-5-FP8 --json-model-override-args '{"index_topk_freq": 4}'
   indexcache-check deploy/glm5
   indexcache-check org/name/pattern.yaml@1/4 --model zai-org/GLM-5-FP8
   indexcache-check --known
@@ -81,7 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pattern", nargs="?", help=f"{GRAMMAR}; or the folder of a search")
     parser.add_argument("--model", help="folder or hub id")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a running server; repeatable")
-    parser.add_argument(FLAG, default="{}", metavar="JSON", help="overrides that the server is started with, too")
+    parser.add_argument(
+        FLAG,
+        default="{}",
+        metavar="JSON",
+        help="overrides that the server is started with; without a pattern: what they alone run",
+    )
     parser.add_argument(
         "--allow-config-mismatch", action="store_true", help="accept a file made for another config.json"
     )
@@ -98,10 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
-    if [options.environment, options.known, options.pattern is not None].count(True) != 1:
-        parser.error("expected one of a pattern, --environment and --known")
+    pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
+    if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
+        parser.error(f"expected one of a pattern, --environment, --known, and --model with {FLAG}")
     for flag, given, wanted in (
-        ("--model", options.pattern is None and options.model, "a pattern"),
+        ("--model", options.pattern is None and options.model and not pasted, "a pattern"),
         ("--server", options.pattern is None and options.server, "a pattern"),
         ("--server-args", options.pattern is None and options.server_args is not None, "a pattern"),
         (FLAG, options.model is None and options.json_model_override_args != "{}", "--model"),
@@ -117,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.known:
             return _known(options)
+        if pasted:
+            return _override(options)
         return _environment(options) if options.environment else _pattern(options)
     except Exception as error:
         line, code = exit_line(error)
@@ -150,6 +159,12 @@ def _known(options: argparse.Namespace) -> int:
     listed = [{"path": str(item.path), **item.file.model_dump(mode="json", by_alias=True)} for item in found]
     sys.stdout.write((json.dumps(listed, indent=1) if options.json else known.as_text(found)) + "\n")
     return 0
+
+
+def _override(options: argparse.Namespace) -> int:
+    found = override.of_flag(options.model, options.json_model_override_args, options.sglang)
+    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override.as_text(found)) + "\n")
+    return 1 if found.problems else 0
 
 
 def _pattern(options: argparse.Namespace) -> int:
@@ -209,10 +224,15 @@ def _check_launch(
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
+    wrong, others = override.in_launch_line(
+        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+    )
+    problems += wrong
+    result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
-    text.append("\n".join([*found.lines, *(f"problem: {why}" for why in problems)]))
+    text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
 
 
 def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:

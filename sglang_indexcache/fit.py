@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.known.warnings import provenance, warnings_about
 from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.override import alone, contradictions, reading_lines, says_roles, without_launcher
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import JOINT, Selection
@@ -39,6 +41,7 @@ class Report:
         problems: one line each; empty if all is well.
         warnings: reasons to doubt a pattern that fits, one line each.
         notes: checks that were left out, and where the pattern is from.
+        alone: what engines would run with the user's overrides alone, without the launcher; empty if they say no roles.
     """
 
     source: str
@@ -56,6 +59,7 @@ class Report:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    alone: tuple[Reading, ...] = ()
 
 
 def check(
@@ -84,9 +88,10 @@ def check(
         notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
-    family, override = checkpoint.family, None
+    family, override, given = checkpoint.family, None, {}
     try:
-        override = family.sglang.to_overrides(parse_overrides(user_overrides), pattern)
+        given = parse_overrides(user_overrides)
+        override = family.sglang.to_overrides(given, pattern)
     except IndexCacheError as error:
         problems.append(str(error))
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
@@ -107,8 +112,10 @@ def check(
             effective = family.sglang.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
-        if effective is not None and effective != pattern.plain():
+        if effective is not None and effective != pattern.roles:
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
+    by_itself = alone(model, given, unpacked) if says_roles(given) else None
+    doubts = [] if by_itself is None or override is None else list(by_itself.other_than(pattern.roles))
     architecture = checkpoint.model.architecture
     notes += provenance(pattern, spec.file, architecture)
     return Report(
@@ -123,10 +130,15 @@ def check(
         override=override or {},
         layers=checkpoint.model.layers,
         sglang=None if installed is None else installed.version,
-        effective=None if effective is None else effective.roles,
+        effective=effective,
         problems=tuple(problems),
-        warnings=tuple(warnings_about(pattern, spec.file, architecture, spec.is_uniform)),
+        warnings=(
+            *(without_launcher(line) for line in doubts),
+            *contradictions(model, checkpoint),
+            *warnings_about(pattern, spec.file, architecture, spec.is_uniform, checkpoint.locked),
+        ),
         notes=tuple(notes),
+        alone=() if by_itself is None else by_itself.readings,
     )
 
 
@@ -151,6 +163,8 @@ def as_text(report: Report) -> str:
         cells = f"{letter:>6}  {layer:>5}  {pattern[letter]:<4}  {report.layers[source]:>10}  {locked:<6}"
         lines.append((cells + (f"  {report.effective[letter]}" if report.effective else "")).rstrip())
     lines.append("")
+    if report.alone:
+        lines += [f"{FLAG} as it was given, without the launcher:", *reading_lines(report.alone, pattern.roles), ""]
     lines += remarks(report.notes, report.warnings)
     lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]
     return "\n".join(lines)

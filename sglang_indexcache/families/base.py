@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.errors import ModelConfigError, PatternError
+from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
@@ -148,8 +149,20 @@ class SglangAdapter(ABC):
             PatternError: if no server runs such a pattern.
         """
 
-    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern | None:
-        """Ask the installed SGLang's own code which pattern it would run; `None` without a `rule`.
+    def readings(
+        self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> tuple[Reading, ...]:
+        """Say which layers versions of engines would run with overrides alone; empty where none reads roles there.
+
+        Args:
+            architecture: the one that config.json names.
+            config: content of config.json.
+            overrides: a user's, without what `to_overrides` adds.
+        """
+        return ()
+
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str | None:
+        """Ask the installed SGLang's own code which roles it would run; `None` without a `rule`.
 
         Args:
             source: source tree of the SGLang that `import sglang` takes.

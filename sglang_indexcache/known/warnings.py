@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 
 from sglang_indexcache.files.pattern_file import PatternFile
@@ -30,7 +30,11 @@ def provenance(pattern: Pattern, file: PatternFile | None, architecture: str | N
 
 
 def warnings_about(
-    pattern: Pattern, file: PatternFile | None, architecture: str | None, is_uniform: bool = False
+    pattern: Pattern,
+    file: PatternFile | None,
+    architecture: str | None,
+    is_uniform: bool = False,
+    locked: Collection[int] = (),
 ) -> Iterator[str]:
     """Yield a line for each reason to doubt `pattern`.
 
@@ -39,13 +43,16 @@ def warnings_about(
         file: its file, if it is of one.
         architecture: the model's, as in config.json; `None` where no model is known.
         is_uniform: whether it was named `uniform@1/4`, which may not look evenly spaced where layers are locked.
+        locked: layers of the model that can only be `S`; those of the file are added.
     """
+    if file is not None:
+        locked = {*locked, *file.model.locked_layers}
     for known in known_patterns():
         yield from _copied(pattern, known, architecture)
     if file is not None and file.search is not None and file.search.strategy == GREEDY:
         yield from _not_nested(file)
     if architecture is not None and (is_uniform or evenly_spaced(pattern)):
-        yield from _dropped(pattern, architecture)
+        yield from _dropped(pattern, architecture, locked)
 
 
 def _fits(known: KnownPattern, pattern: Pattern, architecture: str | None) -> bool | None:
@@ -97,9 +104,13 @@ def evenly_spaced(pattern: Pattern) -> bool:
     return step > 1 and set(gaps[1:]) == {step} and gaps[0] <= step and len(pattern) - layers[-1] <= step
 
 
-def _dropped(pattern: Pattern, architecture: str) -> Iterator[str]:
-    """Warn if a uniform pattern shares layers that the known search with about as many `F` layers kept."""
-    known = [item for item in known_patterns() if item.is_for(architecture, len(pattern))]
+def _dropped(pattern: Pattern, architecture: str, locked: Collection[int]) -> Iterator[str]:
+    """Warn if a uniform pattern shares layers that the known search with about as many `F` layers kept.
+
+    A known pattern with an `F` on a locked layer is of another model: GLM-5.2 has the architecture and depth of GLM-5.
+    """
+    fitting = (item for item in known_patterns() if item.is_for(architecture, len(pattern)))
+    known = [item for item in fitting if not {*item.pattern.full_layers} & {*locked}]
     if not known:
         return
     count = len(pattern.full_layers)

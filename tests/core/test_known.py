@@ -186,6 +186,19 @@ def test_uniform_is_compared_with_the_search_of_about_as_many_layers(
     assert not any(line.startswith("warning: ") for line in checked(capsys, "uniform@1/2", "--model", small))
 
 
+@pytest.mark.parametrize("text", ["uniform@1/4", "uniform@1/8", "native"])
+def test_a_model_is_not_told_to_take_what_it_can_not_take(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GLM-5.2 has the architecture and depth of GLM-5, and no indexers where patterns of GLM-5 keep F."""
+    types = ["full" if layer < 3 or layer % 4 == 2 else "shared" for layer in range(78)]
+    glm_5_2 = model(tmp_path / "glm-5.2", tiny_config(layers=78, indexer_types=types))
+    letters = "".join("F" if word == "full" else "S" for word in types) if text == "native" else text
+    assert not any(line.startswith("warning: ") for line in checked(capsys, letters, "--model", glm_5_2))
+    file = pattern_file(Pattern("F" + "S" * 77), tiny_config(layers=78, indexer_types=types))
+    assert file.model.locked_layers and not list(warnings_about(Pattern.uniform(78, 4), file, GLM))
+
+
 @pytest.mark.parametrize(
     ("roles", "even"),
     [

@@ -10,16 +10,28 @@ from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import SpellingError
-from sglang_indexcache.families.dsa.spellings import (
+from sglang_indexcache.errors import PatternError, SpellingError
+from sglang_indexcache.families.dsa.rules import (
+    GLM,
+    HY_V4,
+    SGLANG_HY_V4_RULES,
+    SGLANG_RULES,
+    VLLM_HY_V4_RULES,
+    VLLM_RULES,
     Rule,
+    read,
+)
+from sglang_indexcache.families.dsa.spellings import (
     freq_pattern,
     indexer_types,
+    meanings,
     read_spelling,
     to_sglang,
     to_vllm,
 )
+from tests.conftest import PAGES
 from tests.core.test_pattern import ROLES
+from tests.override_spellings import V32
 
 
 def transformers_reads(config: dict[str, Any], num_layers: int) -> Pattern:
@@ -31,7 +43,7 @@ def transformers_reads(config: dict[str, Any], num_layers: int) -> Pattern:
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_freq_is_read_as_transformers_reads_it(num_layers: int, freq: int, offset: int) -> None:
     config = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
-    assert read_spelling(config, num_layers, Rule.TRANSFORMERS_GLM).pattern == transformers_reads(config, num_layers)
+    assert read_spelling(config, num_layers).pattern == transformers_reads(config, num_layers)
 
 
 @settings(max_examples=30)
@@ -41,29 +53,37 @@ def test_what_we_write_for_transformers_is_what_it_builds(roles: str) -> None:
     assert transformers_reads({"indexer_types": indexer_types(pattern)}, len(pattern)) == pattern
 
 
-@given(ROLES, st.sampled_from([Rule.SGLANG_PATTERN_FIRST, Rule.SGLANG_TYPES_FIRST]))
-def test_one_sglang_override_means_the_same_under_both_rules(roles: str, rule: Rule) -> None:
-    pattern = Pattern(roles)
-    assert read_spelling(to_sglang(pattern), len(pattern), rule).pattern == pattern
+RULES = [
+    *((rule, architecture) for rule in (*SGLANG_RULES, *VLLM_RULES) for architecture in (GLM, V32)),
+    *((rule, HY_V4) for rule in (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)),
+]
 
 
+@settings(max_examples=30)
 @given(ROLES)
-def test_vllm_override(roles: str) -> None:
+@pytest.mark.parametrize(("rule", "architecture"), RULES, ids=lambda item: getattr(item, "name", item))
+def test_what_we_write_runs_on_every_version_that_was_read(rule: Rule, architecture: str, roles: str) -> None:
+    """HY-V4 fills `indexer_types` in and vLLM reads them first there: letters alone are ignored without a word."""
     pattern = Pattern(roles)
-    assert read_spelling(to_vllm(pattern), len(pattern), Rule.VLLM).pattern == pattern
+    write = to_vllm if rule.engine == "vLLM" else to_sglang
+    assert read(rule, architecture, {"num_hidden_layers": len(pattern)}, write(pattern)).roles == roles
 
 
-def test_the_silent_trap_of_new_sglang_on_glm5_is_reported() -> None:
-    """transformers fills indexer_types; an index_topk_pattern override then has no effect."""
-    config = {"indexer_types": ["full"] * 4, "index_topk_pattern": "FSFS"}
-    assert read_spelling(config, 4, Rule.SGLANG_PATTERN_FIRST).pattern.roles == "FSFS"
-    reading = read_spelling(config, 4, Rule.SGLANG_TYPES_FIRST)
-    assert reading.pattern.roles == "FFFF"
-    assert reading.notes == ("index_topk_pattern is ignored, because indexer_types is set too and wins",)
+def test_what_no_configuration_says_is_not_written() -> None:
+    dense = Pattern("DSS", PAGES)
+    for write in (to_sglang, to_vllm, indexer_types):
+        with pytest.raises(PatternError, match="dense model has no spelling in any engine"):
+            write(dense)
+
+
+def test_two_keys_that_contradict_each_other_are_said() -> None:
+    reading = read_spelling({"indexer_types": ["full"] * 4, "index_topk_pattern": "FSFS"}, 4)
+    assert (reading.pattern.roles, reading.key) == ("FFFF", "indexer_types")
+    assert reading.contradictions == ("index_topk_pattern means FSFS, indexer_types FFFF",)
 
 
 def test_freq_4_is_not_the_papers_uniform_and_says_so() -> None:
-    reading = read_spelling({"index_topk_freq": 4}, 10, Rule.SGLANG_TYPES_FIRST)
+    reading = read_spelling({"index_topk_freq": 4}, 10)
     assert reading.pattern.roles == "FFSSSFSSSF"
     assert reading.key == "index_topk_freq"
     assert reading.notes == ("index_topk_freq=4 is FFSSSFSSSF, not the paper's uniform FSSSFSSSFS",)
@@ -71,7 +91,7 @@ def test_freq_4_is_not_the_papers_uniform_and_says_so() -> None:
 
 def test_freq_with_offset_1_is_the_papers_uniform() -> None:
     assert freq_pattern(10, 4, 1) == Pattern.uniform(10, 4)
-    reading = read_spelling({"index_topk_freq": 4, "index_skip_topk_offset": 1}, 10, Rule.SGLANG_PATTERN_FIRST)
+    reading = read_spelling({"index_topk_freq": 4, "index_skip_topk_offset": 1}, 10)
     assert reading.notes == ()
 
 
@@ -83,27 +103,27 @@ def test_glm_5_2_native_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "rule", "message"),
+    ("config", "message"),
     [
-        ({"index_topk_pattern": "FSF"}, Rule.SGLANG_PATTERN_FIRST, "3 letters, model has 4 DSA layers"),
-        ({"index_topk_pattern": "FFsF"}, Rule.SGLANG_PATTERN_FIRST, "'s' for layer 2"),
-        ({"index_topk_pattern": 7}, Rule.SGLANG_PATTERN_FIRST, "pattern is int"),
-        ({"indexer_types": ["full", "half", "full", "full"]}, Rule.SGLANG_TYPES_FIRST, "'half' for layer 1"),
-        ({"indexer_types": "FFFF"}, Rule.SGLANG_TYPES_FIRST, "expected a list"),
-        ({"index_topk_freq": 0}, Rule.SGLANG_TYPES_FIRST, "index_topk_freq is 0"),
-        ({"index_topk_freq": True}, Rule.SGLANG_TYPES_FIRST, "index_topk_freq is True"),
-        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, Rule.SGLANG_TYPES_FIRST, "index_skip_topk_offset is 0"),
-        ({"cli_factor": 2}, Rule.SGLANG_TYPES_FIRST, "cli_factor is 2"),
-        ({"cli_factor": "a"}, Rule.SGLANG_TYPES_FIRST, "cli_factor is a"),
+        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 DSA layers"),
+        ({"index_topk_pattern": "FFsF"}, "'s' for layer 2"),
+        ({"index_topk_pattern": 7}, "pattern is int"),
+        ({"indexer_types": ["full", "half", "full", "full"]}, "'half' for layer 1"),
+        ({"indexer_types": "FFFF"}, "expected a list"),
+        ({"index_topk_freq": 0}, "index_topk_freq is 0"),
+        ({"index_topk_freq": True}, "index_topk_freq is True"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "index_skip_topk_offset is 0"),
+        ({"cli_factor": 2}, "cli_factor is 2"),
+        ({"cli_factor": "a"}, "cli_factor is a"),
     ],
 )
-def test_what_nobody_means_is_refused(config: dict[str, Any], rule: Rule, message: str) -> None:
+def test_what_nobody_means_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(SpellingError, match=message):
-        read_spelling(config, 4, rule)
+        read_spelling(config, 4)
 
 
 def test_nothing_declared_means_all_full() -> None:
-    reading = read_spelling({"index_topk_freq": None, "indexer_types": None}, 3, Rule.SGLANG_TYPES_FIRST)
+    reading = read_spelling({"index_topk_freq": None, "indexer_types": None}, 3)
     assert (reading.pattern.roles, reading.key, reading.notes) == ("FFF", None, ())
 
 
@@ -111,10 +131,34 @@ def test_indexer_types() -> None:
     assert indexer_types(Pattern("FSF")) == ["full", "shared", "full"]
 
 
-def test_vllm_reads_a_pattern_without_its_old_switch() -> None:
-    reading = read_spelling({"index_topk_pattern": "FSFS"}, 4, Rule.VLLM)
-    assert reading.pattern.roles == "FSFS"
-    assert reading.notes == (
-        "index_topk_pattern needs use_index_cache beside it in vLLM before 0.33, which does not read it any more",
-    )
-    assert read_spelling({"index_topk_pattern": "FSFS", "use_index_cache": True}, 4, Rule.VLLM).notes == ()
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"index_topk_pattern": ["F", "S", "F", "S"]}, {"index_topk_pattern": "FSFS"}),
+        ({"index_topk_pattern": ["full", "shared", "full", "full"]}, {"index_topk_pattern": "FSFF"}),
+        ({"index_topk_freq": 1}, {"index_topk_freq": "FFFF"}),
+        ({"index_topk_freq": 1, "index_topk_pattern": "FSFS"}, {"index_topk_pattern": "FSFS"}),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, {"index_topk_freq": "FSSF"}),
+        ({"indexer_types": None, "index_topk_pattern": "FSFS"}, {"index_topk_pattern": "FSFS"}),
+        ({"rope_theta": 1, "text_config": {"hidden_size": 8}}, {}),
+    ],
+)
+def test_each_key_of_an_override_has_its_own_meaning(given: dict[str, Any], found: dict[str, str]) -> None:
+    assert {key: pattern.roles for key, pattern in meanings(given, 4).items()} == found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"index_topk_pattern": ["F", "shared"]}, "index_topk_pattern has 'shared' for layer 1, expected 'F' or 'S'"),
+        ({"index_topk_pattern": [1, 0, 1, 0]}, "index_topk_pattern has 1 for layer 0, expected 'full' or 'shared'"),
+        ({"index_topk_pattern": "F,S,F,S"}, "',' for layer 1, expected F or S"),
+        ({"index_topk_pattern": "fsfs"}, "'f' for layer 0, expected F or S in capitals"),
+        ({"index_topk_pattern": "FSFS\n"}, "for layer 4"),
+        ({"index_skip_topk_offset": 3}, "index_skip_topk_offset says nothing without index_topk_freq"),
+        ({"text_config": {"index_topk_pattern": "FSFS"}}, "index_topk_pattern stands in text_config, where it is not"),
+    ],
+)
+def test_an_override_that_means_nothing_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpellingError, match=message):
+        meanings(given, 4)

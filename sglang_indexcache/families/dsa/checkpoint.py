@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dsa.keys import KEYS
-from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, Rule, read_spelling
+from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, read_spelling
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
 from sglang_indexcache.model.rope import rope_parameters
@@ -64,7 +64,7 @@ class DsaCheckpoint(CheckpointReader):
         Raises:
             SpellingError: if its sharing keys can't be read.
         """
-        return read_spelling(config, num_layers, Rule.SGLANG_TYPES_FIRST).pattern
+        return read_spelling(config, num_layers).pattern
 
 
 def _check_layer_types(config: Mapping[str, Any], name: str) -> None:

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
+from sglang_indexcache.families.dsa.rules import SGLANG_RULES, VLLM_RULES, Rule, read
 from sglang_indexcache.families.dsa.spellings import (
     FREQ_KEY,
-    OFFSET_KEY,
     PATTERN_KEY,
+    SHARING_KEYS,
     TYPES_KEY,
-    Rule,
-    read_spelling,
+    meanings,
     to_sglang,
 )
+from sglang_indexcache.families.reading import Reading, merged
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
@@ -38,17 +39,21 @@ _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which 
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
     *("triton_sparse_mla", "triton", "tilelang"),
 )
-_SHARING_KEYS = (PATTERN_KEY, TYPES_KEY, FREQ_KEY, OFFSET_KEY)
 
 
 class DsaSglang(SglangAdapter):
-    """An adapter that hands SGLang the pattern in its configuration, which SGLang reads while it builds the model."""
+    """An adapter that hands SGLang the pattern in its configuration, which SGLang reads while it builds the model.
+
+    Attributes:
+        rules: how versions of engines read sharing keys on these models.
+    """
 
     serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", needs.ATTENTIONS, "no server for these")
     pipeline: ClassVar[Feature | None] = Feature(
         "pipeline", "pipeline stages that begin with an S layer", (needs.STAGES,), "no server with pipeline parallelism"
     )
     rule: ClassVar[Feature | None] = needs.RULE
+    rules: ClassVar[tuple[Rule, ...]] = (*SGLANG_RULES, *VLLM_RULES)
     selection_capture: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
     sharding: ClassVar[Feature | None] = needs.SHARDING
@@ -78,21 +83,22 @@ class DsaSglang(SglangAdapter):
             raise SpellingError(
                 f"{FLAG}: cli_factor is {overrides['cli_factor']}, which wins over any pattern; expected none"
             )
-        for keys in ((PATTERN_KEY,), (TYPES_KEY,), (FREQ_KEY, OFFSET_KEY)):
-            given = {key: overrides[key] for key in keys if overrides.get(key) is not None}
-            if not given or given == {FREQ_KEY: 1}:
-                continue
-            try:
-                meant = read_spelling(given, len(pattern), Rule.SGLANG_TYPES_FIRST).pattern
-            except SpellingError as error:
-                raise SpellingError(f"{FLAG}: {error}") from None
-            if meant != pattern:
-                raise SpellingError(
-                    f"{FLAG}: {next(iter(given))} means {meant}, the pattern file {pattern}; expected one of them"
-                )
-        return {**{key: value for key, value in overrides.items() if key not in _SHARING_KEYS}, **to_sglang(pattern)}
+        try:
+            meant = meanings(overrides, len(pattern))
+        except SpellingError as error:
+            raise SpellingError(f"{FLAG}: {error}") from None
+        for key, other in meant.items():
+            if other != pattern and (key != FREQ_KEY or overrides[key] != 1):
+                raise SpellingError(f"{FLAG}: {key} means {other}, the pattern file {pattern}; expected one of them")
+        return {**{key: value for key, value in overrides.items() if key not in SHARING_KEYS}, **to_sglang(pattern)}
 
-    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> Pattern:
+    def readings(
+        self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> tuple[Reading, ...]:
+        """See `SglangAdapter.readings`."""
+        return merged(read(rule, architecture, config, overrides) for rule in self.rules)
+
+    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str:
         """See `SglangAdapter.would_run`.
 
         Build the configuration object as a server would, and call the one function that model construction and KV
@@ -108,11 +114,10 @@ class DsaSglang(SglangAdapter):
             config = get_config(
                 named.repository, trust_remote_code=False, model_override_args=dict(overrides), **revision
             )
-            roles = "".join(SHARED if skips_topk(config, layer) else FULL for layer in range(letters))
+            return "".join(SHARED if skips_topk(config, layer) else FULL for layer in range(letters))
         except Exception as error:  # whatever SGLang or transformers raise on a model they don't take
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise SglangError(f"SGLang {source.version} refuses {model}: {reason}") from None
-        return Pattern(roles)
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.loaded`."""

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 from sglang_indexcache.families.dsa.needs import ATTENTIONS
+from sglang_indexcache.families.dsa.rules import HY_V4_FREQ, SGLANG_HY_V4_RULES, VLLM_HY_V4_RULES
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
@@ -33,13 +34,14 @@ class HyV4Checkpoint(DsaCheckpoint):
         """See `DsaCheckpoint.native`; the freq is 4 without `indexer_types`."""
         if config.get(TYPES_KEY) is not None:
             return super().native(config, num_layers)
-        return freq_pattern(num_layers, 4)
+        return freq_pattern(num_layers, HY_V4_FREQ)
 
 
 class HyV4Sglang(DsaSglang):
     """An adapter that serves HY-V4 as DSA, without pipeline stages and blocks."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
+    rules = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
     pipeline = None
     blocks = selection_capture = None  # never compared with a reference there
 
