@@ -178,8 +178,6 @@ def in_launch_line(
     text = line.json_model_override_args
     if text is None:
         return [], []
-    if text is True:
-        return [f"{FLAG} has no value, expected a JSON object"], []
     if model is None and isinstance(line.model_path, str) and Path(line.model_path).is_dir():
         model = line.model_path
     family = family if model is None else Checkpoint.read(model).family
