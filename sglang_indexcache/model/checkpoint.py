@@ -14,6 +14,7 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.atomic import read_json_object, reason
 from sglang_indexcache.files.hub import why
+from sglang_indexcache.files.other_kinds import is_pointer, other_kind
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
@@ -23,7 +24,6 @@ from sglang_indexcache.pattern import Pattern
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _NO_MODELS = (".gguf", "adapter_config.json")  # endings of files that hold weights in another form, or a part of them
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
 _NO_POINTERS = (".json", ".safetensors", ".bin", ".model", ".tiktoken")  # endings of a checkpoint's own files
 
@@ -131,12 +131,9 @@ def _check_no_pointers(folder: Path) -> None:
         for path in sorted(folder.iterdir()):
             if path.suffix in _NO_POINTERS and path.is_file() and path.stat().st_size <= _MAX_POINTER_BYTES:
                 with path.open("rb") as file:
-                    beginning = file.read(len(_POINTER))
-                if beginning == _POINTER:
-                    raise ModelConfigError(
-                        f"{path}: a Git LFS pointer, not the file itself; expected `git lfs pull` in that folder, or a"
-                        " download by `hf download`"
-                    )
+                    beginning = file.read(_MAX_POINTER_BYTES)
+                if is_pointer(beginning):
+                    raise ModelConfigError(f"{path}: {other_kind(beginning)}")
     except OSError as error:
         raise ModelConfigError(f"{folder}: {reason(error)}") from None
 
