@@ -164,7 +164,8 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     if options.model is not None:
         overrides, unpacked = options.json_model_override_args, options.sglang
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked)
+        line = None if options.server_args is None else LaunchLine.parse(shlex.split(options.server_args))
+        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))

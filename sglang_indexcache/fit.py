@@ -15,6 +15,7 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import JOINT, Selection
+from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -64,6 +65,7 @@ def check(
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
+    arguments: LaunchLine | None = None,
 ) -> Report:
     """Check the pattern that `spec` names against `model`, a folder or hub id.
 
@@ -73,6 +75,7 @@ def check(
         user_overrides: `--json-model-override-args`.
         allow_config_mismatch: whether the file may be made for another config.json.
         unpacked: an SGLang to read instead of the installed one.
+        arguments: SGLang's flags, for the heads of a rank; `None` where none were given.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
@@ -85,6 +88,8 @@ def check(
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     family, override = checkpoint.family, None
+    heads = list(family.sglang.head_troubles(checkpoint.model, arguments or LaunchLine()))
+    problems += [trouble.line for trouble in heads if trouble.certain]
     try:
         override = family.sglang.to_overrides(parse_overrides(user_overrides), pattern)
     except IndexCacheError as error:
@@ -125,7 +130,10 @@ def check(
         sglang=None if installed is None else installed.version,
         effective=None if effective is None else effective.roles,
         problems=tuple(problems),
-        warnings=tuple(warnings_about(pattern, spec.file, architecture, spec.is_uniform)),
+        warnings=(
+            *(trouble.line for trouble in heads if not trouble.certain),
+            *warnings_about(pattern, spec.file, architecture, spec.is_uniform),
+        ),
         notes=tuple(notes),
     )
 
