@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_file
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.sglang.overrides import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
@@ -58,13 +59,19 @@ class Checkpoint:
         return family_of(self.model.architecture)
 
     @classmethod
-    def read(cls, model: str) -> Checkpoint:
+    def read(cls, model: str, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
         """Read a folder, or a hub id through the hub's client.
+
+        Args:
+            model: folder or hub id.
+            overrides: `--json-model-override-args`, which make it another model unless they say what config.json says.
 
         Raises:
             IndexCacheError: if it is not there, or of no known family.
         """
         config, name = read_config(model)
+        if overrides:
+            config, name = merged(config, overrides), f"{name} with {FLAG}"
         names = _tensor_names(model)
         description = describe(config, name)
         if names is None:
