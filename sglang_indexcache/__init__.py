@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
 
-__version__ = "0.2.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "IndexCacheError": "errors",

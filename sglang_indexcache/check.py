@@ -26,7 +26,7 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.known import patterns as known
 from sglang_indexcache.known.warnings import provenance, warnings_about
-from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.launch_server import Arguments, split_arguments
 from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
@@ -187,7 +187,8 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     if options.model is not None:
         overrides, unpacked = options.json_model_override_args, options.sglang
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked)
+        line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
+        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))
@@ -205,14 +206,19 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
 
 
+def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
+    """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
+    variables, words = split_text(options.server_args)
+    ours = split_arguments(words)
+    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+    return variables, ours, Readings.of(ours.rest, installed)
+
+
 def _check_launch(
     options: argparse.Namespace, spec: PatternSpec, pattern: Pattern, result: dict[str, Any], text: list[str]
 ) -> None:
     """Check a launch line as `launch_server` would; variables are those in front of it, not those of this shell."""
-    variables, words = split_text(options.server_args)
-    ours = split_arguments(words)
-    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    readings = Readings.of(ours.rest, installed)
+    variables, ours, readings = _launch_line(options)
     family = family_in(spec, readings.lines[-1].model_path)
     if spec.file is None and options.model is not None:
         family = Checkpoint.read(options.model).family

@@ -17,6 +17,7 @@ from sglang_indexcache.override import alone, contradictions, reading_lines, say
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import JOINT, Selection
+from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -68,6 +69,7 @@ def check(
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
+    arguments: LaunchLine | None = None,
 ) -> Report:
     """Check the pattern that `spec` names against `model`, a folder or hub id.
 
@@ -77,6 +79,7 @@ def check(
         user_overrides: `--json-model-override-args`.
         allow_config_mismatch: whether the file may be made for another config.json.
         unpacked: an SGLang to read instead of the installed one.
+        arguments: SGLang's flags, for the heads of a rank; `None` where none were given.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
@@ -89,6 +92,8 @@ def check(
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     family, override, given = checkpoint.family, None, {}
+    heads = list(family.sglang.head_troubles(checkpoint.model, arguments or LaunchLine()))
+    problems += [trouble.line for trouble in heads if trouble.certain]
     try:
         given = parse_overrides(user_overrides)
         override = family.sglang.to_overrides(given, pattern)
@@ -133,6 +138,7 @@ def check(
         effective=effective,
         problems=tuple(problems),
         warnings=(
+            *(trouble.line for trouble in heads if not trouble.certain),
             *(without_launcher(line) for line in doubts),
             *contradictions(model, checkpoint),
             *warnings_about(pattern, spec.file, architecture, spec.is_uniform, checkpoint.locked),

@@ -20,6 +20,11 @@ def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
         raise KernelInputError(f"{name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} of {dtype}")
 
 
+def share_evenly(heads: int, key_heads: int) -> bool:
+    """Return whether each key head is shared by as many heads; there must be one at least."""
+    return key_heads > 0 and heads > 0 and heads % key_heads == 0
+
+
 def expect_one_device(*tensors: Tensor | None) -> None:
     """Check that tensors are on one device.
 

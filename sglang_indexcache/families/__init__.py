@@ -14,7 +14,7 @@ from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.hy_v4 import HY_V4
-from sglang_indexcache.families.refused import REFUSED
+from sglang_indexcache.families.refused import label, refusal
 from sglang_indexcache.model.layers import ModelLayers
 
 FAMILIES: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4, DENSE_GQA)
@@ -57,14 +57,25 @@ def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ModelConfigError(f"{name}: config.json: architectures is {architectures!r}, expected a list")
-    architecture = next((item for item in _BY_ARCHITECTURE if item in architectures), None)
-    if architecture is not None:
-        return _BY_ARCHITECTURE[architecture].checkpoint.describe(config, name, architecture)
-    reason = next((REFUSED[item] for item in map(str, architectures) if item in REFUSED), None)
+    named = list(map(str, architectures))
+    if not named:
+        expected = f'"architectures": ["{label(config)}"]' if label(config) else _known()
+        raise ModelConfigError(
+            f"{name}: {config.get('model_type', 'no architecture')} has no attention known here: config.json has no"
+            f" architectures, by which SGLang goes; expected {expected}"
+        )
+    reason = refusal(config, named[0])
     if reason is not None:
-        raise ModelConfigError(f"{name}: {reason}; expected {_known()}")
-    listed = ", ".join(map(str, architectures)) or config.get("model_type", "no architecture")
-    raise ModelConfigError(f"{name}: {listed} has no attention known here, expected {_known()}")
+        raise ModelConfigError(f"{name}: {reason}" + ("" if "; expected" in reason else f"; expected {_known()}"))
+    if named[0] in _BY_ARCHITECTURE:
+        return _BY_ARCHITECTURE[named[0]].checkpoint.describe(config, name, named[0])
+    other = label(config) or next((item for item in named if item in _BY_ARCHITECTURE), None)
+    if other is not None:
+        raise ModelConfigError(
+            f"{name}: {named[0]} has no attention known here, and SGLang goes by the first of architectures; expected"
+            f" {other} there, if it is one"
+        )
+    raise ModelConfigError(f"{name}: {', '.join(named)} has no attention known here, expected {_known()}")
 
 
 def _known() -> str:

@@ -22,6 +22,8 @@ from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSou
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from sglang_indexcache.families.dsa.heads import HeadTrouble
+
 
 class CheckpointReader(ABC):
     """A reader of checkpoint files, which describes their layers.
@@ -138,6 +140,10 @@ class SglangAdapter(ABC):
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
+        yield from ()
+
+    def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
+        """Yield why SGLang's kernels can't serve the heads of a model, by server arguments or a launch line."""
         yield from ()
 
     @abstractmethod

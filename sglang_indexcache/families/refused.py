@@ -1,6 +1,9 @@
-"""Architectures that people try, and why patterns are not for them."""
+"""Architectures that people try, and why patterns are not for them; and models that go under another's name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 _REASONS = {
     "its latent attention (MLA) is dense; indexcache-distill trains indexers for it": """
@@ -32,3 +35,58 @@ _REASONS = {
     """,
 }
 REFUSED = {architecture: reason for reason, architectures in _REASONS.items() for architecture in architectures.split()}
+
+_DRAFTS = ("NextN", "MTP", "DSpark", "Eagle", "Eagle3", "DraftModel")
+_V3, _V32, _V4 = "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"
+# Models with indexers: transformers builds one by its model_type, SGLang by its architecture.
+_LABELS = {"deepseek_v32": _V32, "deepseek_v4": _V4, "glm_moe_dsa": "GlmMoeDsaForCausalLM", "hy_v4": "HYV4ForCausalLM"}
+_MLA = (_V3, "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")  # architectures of models without indexers
+
+
+def refusal(config: Mapping[str, Any], architecture: str) -> str | None:
+    """Return why no pattern is for a model; `None` if its architecture is not known, or is one of a family.
+
+    Args:
+        config: content of its config.json.
+        architecture: the first of its `architectures`, which is the one that SGLang goes by.
+    """
+    meant = _meant(config)
+    inner = config.get("text_config")
+    within = _meant(inner) if isinstance(inner, Mapping) else None
+    if meant is not None and architecture in (*_MLA, *([_V32] if meant == _V4 else [])):
+        return _mislabelled(meant, architecture)
+    if architecture.endswith(_DRAFTS):
+        return f"{architecture} drafts for another model, and no pattern is about its layers; expected that model"
+    if within is not None and architecture not in REFUSED:
+        return f"{architecture} holds {within} in its text_config, where patterns were never tried"
+    return REFUSED.get(architecture)
+
+
+def label(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture that a model of this `model_type` has, of those that have indexers."""
+    return _LABELS.get(str(config.get("model_type")))
+
+
+def _mislabelled(meant: str, architecture: str) -> str:
+    """Return what SGLang makes of a model with another's architecture, and what is to be changed in its config.json.
+
+    Read: `is_deepseek_dsa` in srt/configs/model_config.py of SGLang 0.5.17 and 0.5.23.
+    """
+    if meant == _V4:
+        found, effect = "compress_ratios", "SGLang would build another model"
+    elif architecture == _V3:
+        found, effect = "index_topk", "SGLang runs them under this name, too, and transformers goes by model_type"
+    else:
+        found, effect = "index_topk", "SGLang would not run them under this name"
+    kind = next(kind for kind, item in _LABELS.items() if item == meant)
+    return (
+        f"labelled {architecture}, and has {found}, as {meant} with its indexers: {effect}; expected in config.json"
+        f' "architectures": ["{meant}"], "model_type": "{kind}"'
+    )
+
+
+def _meant(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture of a model with indexers by the other keys of its config.json; `None` if it has none."""
+    if config.get("compress_ratios") or label(config) == _V4:
+        return _V4
+    return None if config.get("index_topk") is None else label(config) or _V32

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from sglang_indexcache.errors import FileError
+from sglang_indexcache.files.json_faults import why_no_json
 
 _MODE = 0o666  # less the umask, as any new file
 
@@ -44,12 +45,11 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
     Raises:
         FileError: as `read_regular`, and if it is not JSON or not an object.
     """
+    data = read_regular(path, limit)
     try:
-        content = json.loads(read_regular(path, limit).decode())
-    except FileError:
-        raise
-    except (ValueError, RecursionError):
-        raise FileError(f"{path}: not JSON") from None
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: {why_no_json(data, error)}") from None
     if not isinstance(content, dict):
         raise FileError(f"{path}: found {type(content).__name__}, expected a JSON object")
     return content

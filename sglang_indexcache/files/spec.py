@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +21,9 @@ from sglang_indexcache.pattern.selection import Selection
 GRAMMAR = "FILE or, on the hub, org/name/FILE; FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
 _LETTERS = frozenset((DENSE, FULL, SHARED, CANDIDATES))  # C is refused as a letter, not missed as a file
+_KEY = re.compile(r"^\W*(?:index_topk_pattern|indexer_types|pattern)\s*[=:]")
+_BETWEEN = re.compile(r"[\s,;|\[\](){}-]+")
+_WORDS = {"full": FULL, "shared": SHARED, "dense": DENSE}
 _IN_INDEXERS = frozenset("0123456789qc+")
 
 
@@ -159,9 +163,27 @@ def _check_spelling(text: str) -> None:
     """Refuse text that nobody means as a file's name: with quotes or white space around it, or small letters."""
     if os.path.exists(split_retention(text)[0]):  # noqa: PTH110 (Path.exists raises for names that are too long)
         return
+    listed = _listed(text)
+    if listed is not None:
+        raise PatternError(f"{text}: a pattern is its letters side by side, and nothing else; expected {listed}")
     if unquoted(text) != text:
         raise PatternError(f"pattern is {text!r}, quotes or white space and all; expected {unquoted(text)}")
-    letters = text.partition("+")[0]
-    meant = letters.upper() + text[len(letters) :].lower()
+    meant = _in_capitals(text)
     if meant != text and spells_letters(meant):
         raise PatternError(f"{text}: letters of patterns are capitals, and there is no such file; expected {meant}")
+
+
+def _in_capitals(text: str) -> str:
+    letters = text.partition("+")[0]
+    return letters.upper() + text[len(letters) :].lower()
+
+
+def _listed(text: str) -> str | None:
+    """Return the letters of a pattern that is written as engines' configurations or lists write it; `None` if not.
+
+    `["F", "S"]`, `full, shared`, `F S`, letters on several lines, and either behind `index_topk_pattern=`.
+    """
+    value = _KEY.sub("", unquoted(text))
+    items = [item for item in _BETWEEN.split(value) if item]
+    meant = _in_capitals("".join(_WORDS.get(item.lower(), item) for item in items))
+    return meant if meant != _in_capitals(unquoted(text)) and spells_letters(meant) else None

@@ -1,11 +1,13 @@
 """YAML 1.2 as a reviewer reads it: text that can't be seen on the page, or has two readings, is refused.
 
 PyYAML only splits the text into events, since it reads YAML 1.1. This module resolves scalars by the core schema of
-YAML 1.2 (section 10.3.2). Every scalar and flow collection stands on one line.
+YAML 1.2 (section 10.3.2). Every scalar and flow collection stands on one line. A byte order mark, which editors on
+Windows write, may begin the file (section 5.2).
 """
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import yaml
 
 from sglang_indexcache.errors import PatternFileError, is_hidden
+from sglang_indexcache.files.other_kinds import other_kind
 
 MAX_BYTES = 128 << 10  # PyYAML takes 2 s for as much
 MAX_DEPTH = 8
@@ -36,8 +39,11 @@ def load(data: bytes) -> Any:
     """
     if len(data) > MAX_BYTES:
         raise PatternFileError(f"has {len(data)} bytes, expected at most {MAX_BYTES}")
+    found = other_kind(data)
+    if data.strip() and found is not None:
+        raise PatternFileError(found)
     try:
-        text = data.decode("utf-8").replace("\r\n", "\n")
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise PatternFileError(f"not UTF-8: byte {error.start}") from None
     _check_characters(text)

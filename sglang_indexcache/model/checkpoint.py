@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.atomic import read_json_object, reason
 from sglang_indexcache.files.hub import why
+from sglang_indexcache.files.other_kinds import is_pointer, other_kind
 from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.sglang.overrides import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20
 _NO_MODELS = (".gguf", "adapter_config.json")  # endings of files that hold weights in another form, or a part of them
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAX_POINTER_BYTES = 1024
 _NO_POINTERS = (".json", ".safetensors", ".bin", ".model", ".tiktoken")  # endings of a checkpoint's own files
 
@@ -58,13 +59,19 @@ class Checkpoint:
         return family_of(self.model.architecture)
 
     @classmethod
-    def read(cls, model: str) -> Checkpoint:
+    def read(cls, model: str, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
         """Read a folder, or a hub id through the hub's client.
+
+        Args:
+            model: folder or hub id.
+            overrides: `--json-model-override-args`, which make it another model unless they say what config.json says.
 
         Raises:
             IndexCacheError: if it is not there, or of no known family.
         """
         config, name = read_config(model)
+        if overrides:
+            config, name = merged(config, overrides), f"{name} with {FLAG}"
         names = _tensor_names(model)
         description = describe(config, name)
         if names is None:
@@ -131,12 +138,9 @@ def _check_no_pointers(folder: Path) -> None:
         for path in sorted(folder.iterdir()):
             if path.suffix in _NO_POINTERS and path.is_file() and path.stat().st_size <= _MAX_POINTER_BYTES:
                 with path.open("rb") as file:
-                    beginning = file.read(len(_POINTER))
-                if beginning == _POINTER:
-                    raise ModelConfigError(
-                        f"{path}: a Git LFS pointer, not the file itself; expected `git lfs pull` in that folder, or a"
-                        " download by `hf download`"
-                    )
+                    beginning = file.read(_MAX_POINTER_BYTES)
+                if is_pointer(beginning):
+                    raise ModelConfigError(f"{path}: {other_kind(beginning)}")
     except OSError as error:
         raise ModelConfigError(f"{folder}: {reason(error)}") from None
 

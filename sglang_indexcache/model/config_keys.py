@@ -11,29 +11,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.model.incidental import INCIDENTAL, is_incidental
 from sglang_indexcache.model.rope import PARAMETERS, ROPE_KEYS, rope_parameters
 
-# These keys change nothing of what a model computes for given weights: a copy that another program quantised, converted
-# or saved again is the same model.
-INCIDENTAL = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
-    _name_or_path architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
-    aux_loss_alpha bos_token_id chunk_size_feed_forward classifier_dropout compression_config decoder_start_token_id
-    dtype embd_pdrop embedding_dropout eos_token_id ep_size expert_dtype hidden_dropout hidden_dropout_prob id2label
-    index_share_for_mtp_iteration indexcache initializer_range is_encoder_decoder label2id layerdrop model_type
-    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
-    problem_type quantization_config resid_pdrop return_dict router_aux_loss_coef router_jitter_noise sep_token_id
-    seq_aux torch_dtype transformers_version use_cache use_flash_attention use_flash_attention_2 use_flash_attn
-    """.split()
-)
 _WORDS = re.compile(  # words in names of keys that are about attention, or about its inputs
     r"att(?:entio)?n|window|rope|rotary|position|chunk|sink|soft_?cap|alibi|causal|sliding|spars|mask|head|norm|bias"
     r"|scal|multiplier|index|layer|block|hybrid|emb|nope|dilat|stride|recurr|linear|local|global|pool|compress|latent"
     r"|shar|loop|cross|bidirection|segment"
     r"|(?:^|[_.])(?:k|q|v|kv|qk|qkv|key|keys|query|queries|values?|swa|mla|gqa|mqa|csa|dsa|nsa|moba|topk)(?:[_.]|$)"
 )
-# Likewise, for pattern files whose `config_sha256` is of config.json itself.
+# Keys whose absence is not the same as being switched off.
+_ONLY_EVERYWHERE: Mapping[str, Any] = {"is_causal": True}  # transformers' masks of any model, when it is false
+# Other programs' words for keys, which no code of these architectures reads: harmless where they say the same.
+_OTHER_WORDS = {
+    **dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers"),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head"), "num_attention_heads"),
+    **dict.fromkeys(("num_kv_heads", "n_kv_heads"), "num_key_value_heads"),
+    "n_embd": "hidden_size",
+}
+# Left out of the digest of config.json itself, in pattern files that have no `config`.
 _OLD_INCIDENTAL = frozenset(
     "_name_or_path auto_map dtype quantization_config torch_dtype transformers_version use_cache".split()
 )
@@ -60,7 +56,8 @@ class ConfigKeys:
     @property
     def known(self) -> frozenset[str]:
         """All keys that may stand in a config.json, with any value."""
-        return frozenset((*self.defaults, *self.aliases, *self.only, *self.read_elsewhere, *ROPE_KEYS, *INCIDENTAL))
+        own = (*self.defaults, *self.aliases, *self.only, *self.read_elsewhere)
+        return frozenset((*own, *_ONLY_EVERYWHERE, *ROPE_KEYS, *INCIDENTAL))
 
     def facts(self, config: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return what `config` says beyond the defaults, in one form however it was saved; rotary keys are left out.
@@ -80,15 +77,31 @@ class ConfigKeys:
         if config.get("model_type") not in (None, self.model_type):
             raise ModelConfigError(f"{where}: model_type is {config['model_type']!r}, expected {self.model_type!r}")
         self.check_only(config, where)
-        check_unknown(config, self.known, where)
         found: dict[str, Any] = {}
         for key, default in self.defaults.items():
-            names = (key, *(alias for alias, meant in self.aliases.items() if meant == key))
-            value = next((config[item] for item in names if config.get(item) is not None), default)
+            value = self._given(config, key, where)
+            value = default if value is None else value
             if not _is_kind_of(value, default):
                 raise ModelConfigError(f"{where}: {key} is {_short(value)}, expected {_kind_of(default)}")
             found[key] = value
+        check_unknown(config, self.known | _same_in_other_words(config, found, where), where)
         return {key: _plain(value) for key, value in found.items() if value != self.defaults[key]}
+
+    def _given(self, config: Mapping[str, Any], key: str, where: str) -> Any:
+        """Return what `config` gives for a key or one of its aliases; `None` if nothing.
+
+        Raises:
+            ModelConfigError: if two of them differ, since engines take one or the other.
+        """
+        names = [key, *(alias for alias, meant in self.aliases.items() if meant == key)]
+        names = [item for item in names if config.get(item) is not None]
+        other = next((item for item in names if config[item] != config[names[0]]), None)
+        if other is not None:
+            raise ModelConfigError(
+                f"{where}: {names[0]} is {_short(config[names[0]])} and {other} is {_short(config[other])}, which are"
+                " one and the same; expected one value"
+            )
+        return config[names[0]] if names else None
 
     def check_only(self, config: Mapping[str, Any], where: str) -> None:
         """Refuse keys of `only` that have another value.
@@ -96,7 +109,7 @@ class ConfigKeys:
         Raises:
             ModelConfigError: naming the key.
         """
-        for key, right in self.only.items():
+        for key, right in {**_ONLY_EVERYWHERE, **self.only}.items():
             if config.get(key) not in (None, right):
                 raise ModelConfigError(f"{where}: {key} is {_short(config[key])}, expected {right!r}")
 
@@ -108,11 +121,29 @@ def check_unknown(config: Mapping[str, Any], known: Collection[str], where: str)
         ModelConfigError: naming the key.
     """
     for key, value in config.items():
-        if key not in known and not _is_off(value) and any(_WORDS.search(word.lower()) for word in _names(key, value)):
+        if key in known or is_incidental(key) or _is_off(value):
+            continue
+        if any(_WORDS.search(word.lower()) for word in _names(key, value)):
             raise ModelConfigError(
                 f"{where}: {key} is {_short(value)}, which may change attention and is not known here; expected a model"
                 " without it"
             )
+
+
+def _same_in_other_words(config: Mapping[str, Any], found: Mapping[str, Any], where: str) -> set[str]:
+    """Return the keys of `config` that repeat one of `found` in another program's words.
+
+    Raises:
+        ModelConfigError: naming one that says something else: it is not known which of the two the weights have.
+    """
+    words = {word: key for word, key in _OTHER_WORDS.items() if not _is_off(config.get(word)) and key in found}
+    for word, key in words.items():
+        if config[word] != found[key]:
+            raise ModelConfigError(
+                f"{where}: {word} is {_short(config[word])} and {key} {_short(found[key])}, which engines read;"
+                f" expected the same number, or {key} alone"
+            )
+    return set(words)
 
 
 def identity(architecture: str, facts: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

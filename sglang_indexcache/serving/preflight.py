@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,11 @@ from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang import variables as environment
 from sglang_indexcache.sglang.meaning import Meaning
+from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
+
+logger = logging.getLogger(__name__)
 
 FOREIGN_CACHES = ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
 _REFUSED = {
@@ -192,9 +196,11 @@ class Preflight(EnginePlan):
         if request.pattern is not None:
             self.pattern = request.pattern
         self._families: dict[str, Family] = {}  # of checked models
+        self._arguments: Any = None
 
     def check(self, server_args: Any) -> None:
         """See `EnginePlan.check`: flags that S layers, blocks of queries or shared indexers can't be combined with."""
+        self._arguments = server_args
         model = at_revision(server_args.model_path, getattr(server_args, "revision", None))
         if self.shard:
             self.family_at(model)
@@ -223,6 +229,11 @@ class Preflight(EnginePlan):
             checkpoint, request = Checkpoint.read(model), self._request
             if request.pattern is None:
                 self.pattern = checkpoint.model.native
+            overrides = parse_overrides(getattr(self._arguments, "json_model_override_args", None) or "{}")
+            if overrides:
+                checkpoint.family.sglang.to_overrides(overrides, self.pattern)  # refuses some by name
+                checkpoint = Checkpoint.read(model, overrides)  # the model that is served
+            self._check_heads(checkpoint)
             for error in checkpoint.misfits(self.pattern, request.file, request.allow_config_mismatch):
                 raise error
             family = checkpoint.family
@@ -236,6 +247,12 @@ class Preflight(EnginePlan):
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position
         return self._families[model]
+
+    def _check_heads(self, checkpoint: Checkpoint) -> None:
+        for trouble in checkpoint.family.sglang.head_troubles(checkpoint.model, self._arguments):
+            if trouble.certain:
+                raise PreflightError(trouble.line)
+            logger.warning("indexcache: %s", trouble.line)
 
     def _replacing(self, family: Family) -> tuple[Feature, ...]:
         """Return the features that the pattern needs on this family, and that may replace methods of SGLang."""

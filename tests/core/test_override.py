@@ -246,7 +246,7 @@ def test_an_override_of_a_launch_line_that_lost_its_quotes(capsys: pytest.Captur
     code, lines = run(capsys, ROLES, "--server-args", FLAG + " " + json.dumps(LETTERS).replace(" ", ""))
     assert code == 1 and f"{FLAG} is not JSON: {{index_topk_pattern:FSSFSS}}" in lines[-1]
     code, lines = run(capsys, ROLES, "--server-args", f"--tp 8 {FLAG}")
-    assert code == 1 and lines[-1] == f"problem: {FLAG} has no value, expected a JSON object"
+    assert code == 1 and lines[-1].startswith(f"problem: could not be judged: {FLAG} (argument")
 
 
 def test_a_file_says_for_which_model_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,12 @@ def test_every_mistake_has_its_line(edit: Callable[[dict[str, Any]], None], mess
         ("a: b: c", "line 1: not YAML"),
         ("\tx: 1", "line 1: character U+0009 is not allowed"),
         (b"\xff\xfe\x00", "not UTF-8"),
+        ("a: 1\n".encode("utf-16"), "not UTF-8, but UTF-16; expected UTF-8"),
+        ("a: 1\n".encode("utf-16-be"), "not UTF-8, but UTF-16"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a Git LFS pointer"),
+        (b"\n<!DOCTYPE html>\n<title>Sign in</title>", "is a web page (Sign in)"),
+        ("a: 1\nb: \ufeff2\n", "line 2: character U+FEFF is not allowed"),
+        (b"\xef\xbb\xbf" * 2 + b"a: 1\n", "line 1: character U+FEFF is not allowed"),
         ("# a comment\u2028schema: hidden\n", "line 1: character U+2028 is not allowed"),
         ("# a comment\x85schema: hidden\n", "line 1: character U+0085 is not allowed"),
         ("a: b\rc: d\n", "line 1: character U+000D is not allowed"),
@@ -232,6 +238,13 @@ def test_every_mistake_has_its_line(edit: Callable[[dict[str, Any]], None], mess
 def test_other_text_is_refused_in_one_line(text: str | bytes, message: str) -> None:
     line = refused(text)
     assert message in line
+
+
+def test_a_byte_order_mark_may_begin_a_file() -> None:
+    """Editors on Windows, and what `kubectl create configmap --from-file` takes over from them, have one."""
+    assert PatternFile.loads(b"\xef\xbb\xbf" + GOOD.encode()) == PatternFile.loads(GOOD)
+    windows = GOOD.replace("\n", "\r\n")
+    assert PatternFile.loads(b"\xef\xbb\xbf" + windows.encode()) == PatternFile.loads(GOOD)
 
 
 def mutate(text: str, draw: random.Random) -> bytes:

@@ -13,7 +13,7 @@ from sglang_indexcache.check import main
 from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import indexer_types
-from sglang_indexcache.files.spec import PatternSpec, split_name
+from sglang_indexcache.files.spec import PatternSpec, spells_letters, split_name
 from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import save_model, tiny_config
 
@@ -118,11 +118,23 @@ def test_check_takes_every_form(path: Path, tmp_path: Path, capsys: pytest.Captu
         ("'uniform@1/4'", "expected uniform@1/4"),
         ("\u201cp.yaml\u201d", "expected p.yaml"),
         ('"p.yaml"@1/4', "expected p.yaml@1/4"),
+        ('["F","S","S","S"]', "a pattern is its letters side by side, and nothing else; expected FSSS$"),
+        ('["full", "shared"]', "expected FS$"),
+        ("F,S,S", "expected FSS$"),
+        ("F S S\nF S S", "expected FSSFSS$"),
+        ("full,shared,shared", "expected FSS$"),
+        ("f-s-s", "expected FSS$"),
+        ("index_topk_pattern=FSSS", "expected FSSS$"),
+        ('{"index_topk_pattern": "FSSS"}', "expected FSSS$"),
+        ('"F,S+0q16"', r"expected FS\+0q16$"),
     ],
 )
 def test_letters_and_quotes_that_are_not_meant_so(text: str, message: str) -> None:
-    with pytest.raises(PatternError, match=message):
+    with pytest.raises(PatternError, match=message) as error:
         PatternSpec.read(text)
+    meant = str(error.value).rpartition("expected ")[2]
+    if spells_letters(meant):
+        assert PatternSpec.read(meant).known().letters == meant  # what is expected is not refused in turn
 
 
 def test_files_with_odd_names_are_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
@@ -151,9 +152,26 @@ def test_the_kernels_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert float(capsys.readouterr().out.split()[-1]) < 1e-3
 
 
-def test_the_version_has_notes_and_is_cited() -> None:
-    assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
-    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_the_version_has_notes_and_says_whether_it_is_released() -> None:
+    """A commit between releases is no release: its files and `/server_info` must not say that they are of one."""
+    release, _, development = __version__.partition(".dev")
+    notes = re.search(rf"^## \[{re.escape(release)}\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert notes is not None
+    assert (notes[1] == "unreleased") == bool(development)
+
+
+def test_the_citation_is_one() -> None:
+    """What the schema of the Citation File Format 1.2.0 asks for; GitHub shows nothing of a file that is not YAML."""
+    content = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert content["cff-version"] == "1.2.0" and content["type"] == "software" and content["version"] == __version__
+    assert all(isinstance(content[key], str) and content[key] for key in ("message", "title"))
+    references = content["references"]
+    assert all({"type", "title", "authors"} <= set(item) for item in references)
+    for item in (content, *references):
+        assert item["authors"]
+        for author in item["authors"]:
+            assert set(author) <= {"family-names", "given-names", "name"} and all(map(bool, author.values()))
+            assert ("name" in author) != ("family-names" in author)
 
 
 def test_every_command_has_its_help_on_the_site() -> None:

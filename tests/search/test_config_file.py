@@ -115,6 +115,7 @@ def test_flags_of_a_server_come_from_both(tmp_path: Path) -> None:
     assert found[0]["flags"] == ("--tp", "8", "--disable-overlap", "--page-size", "64")
     done = run(tmp_path, "tp: 8", app=app)
     assert done.exit_code == 2 and "run.yaml: no such option: --tp" in done.output
+    assert "a flag of SGLang's server is taken with --engine sglang" in " ".join(done.output.split())
 
 
 def test_help_has_groups_and_the_version_is_told() -> None:

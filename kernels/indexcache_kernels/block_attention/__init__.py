@@ -9,7 +9,7 @@ from torch import Tensor
 
 from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_attention import naive
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
 
 DTYPES = (torch.float32, torch.bfloat16)
 BlockBackend = Literal["auto", "naive", "cpu", "triton"]
@@ -83,8 +83,12 @@ def block_attention(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_tokens: int, lengths: Tensor, bias: Tensor | None
 ) -> None:
-    if q.ndim not in (3, 4) or k.ndim != 4 or len(k) != len(q) or k.shape[3] != q.shape[-1] or q.shape[-2] % k.shape[1]:
+    if q.ndim not in (3, 4) or k.ndim != 4 or len(k) != len(q) or k.shape[3] != q.shape[-1]:
         raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [B, H, D] and [B, G, L, D]")
+    if not share_evenly(q.shape[-2], k.shape[1]) or not q.shape[-1]:
+        raise KernelInputError(
+            f"q is {list(q.shape)} and k {list(k.shape)}, expected D and heads, H of q a multiple of G of k"
+        )
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         raise KernelInputError(f"v is {list(v.shape)}, expected {list(k.shape[:3])} and the dimensions of a value")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:

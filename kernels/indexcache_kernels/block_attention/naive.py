@@ -42,4 +42,4 @@ def block_attention(
                     products = products + bias[request, kv_head, tokens]
                 shares = products.softmax(-1)  # of none, for a query without a block
                 rows.append((shares @ values).to(q.dtype))  # [H / G, V]
-    return torch.stack(rows).view(*q.shape[:3], v.shape[3])
+    return torch.stack(rows).view(*q.shape[:3], v.shape[3]) if rows else q.new_zeros(*q.shape[:3], v.shape[3])

@@ -10,7 +10,7 @@ from torch import Tensor
 from indexcache_kernels.backends import runs_triton
 from indexcache_kernels.block_scores import naive
 from indexcache_kernels.block_scores.naive import CHUNK, STRIDE, compress_keys
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
 
 __all__ = ["block_scores", "compress_keys"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,8 +54,11 @@ def block_scores(
         raise KernelInputError(
             f"q is {list(q.shape)} and compressed {list(compressed.shape)}, expected [B, H, D] and [B, G, C, D]"
         )
-    if q.shape[1] % compressed.shape[1]:
-        raise KernelInputError(f"q has {q.shape[1]} heads, expected a multiple of the {compressed.shape[1]} of keys")
+    if not share_evenly(q.shape[1], compressed.shape[1]) or not q.shape[2]:
+        raise KernelInputError(
+            f"q has {q.shape[1]} heads of {q.shape[2]} dimensions, expected some, and a multiple of the"
+            f" {compressed.shape[1]} of keys"
+        )
     if q.dtype != compressed.dtype or q.dtype not in DTYPES:
         raise KernelInputError(f"q is {q.dtype} and compressed {compressed.dtype}, expected the same one of {DTYPES}")
     inside = block_tokens // STRIDE

@@ -112,16 +112,19 @@ def copy_blocks(
             f"source is {list(source.shape)} and target {list(target.shape)}, expected [B, U, ...] and [B, N, ...] that"
             " differ in the second axis alone"
         )
-    if source.dtype != target.dtype or not source[0, 0].is_contiguous() or not target[0, 0].is_contiguous():
+    pieces = [item[0, 0] for item in (source, target) if item.shape[0] and item.shape[1]]
+    if source.dtype != target.dtype or not all(piece.is_contiguous() for piece in pieces):
         raise KernelInputError(
             f"source is {source.dtype} and target {target.dtype}, expected one dtype, and blocks in one piece"
         )
-    size = source[0, 0].numel() * source.element_size()
+    size = source.shape[2:].numel() * source.element_size()
     if size % WORD:
         raise KernelInputError(f"blocks are {size} bytes, expected a multiple of {WORD}")
     expect("requested", requested, (len(source), requested.shape[-1]), torch.int32)
     expect("slots", slots, tuple(requested.shape), torch.int32)
     expect("needs_copy", needs_copy, tuple(requested.shape), torch.bool)
+    if not needs_copy.numel() or not size or len(pieces) < 2:
+        return
     if not runs_triton(backend, source if source.is_cuda else target):
         naive.copy_blocks(source, target, requested, slots, needs_copy)
         return

@@ -8,7 +8,7 @@ from torch import Tensor
 from indexcache_kernels.backends import Backend, runs_triton
 from indexcache_kernels.compressed_keys import naive
 from indexcache_kernels.compressed_keys.naive import GROUP
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
 from indexcache_kernels.page_selection import PageBudget, StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, check_table
 
@@ -47,7 +47,7 @@ def update_means(
     """
     _check_rows(k, means)
     check_table(table, lengths, starts)
-    expect_one_device(k, table, lengths, starts)
+    expect_one_device(k, means, table, lengths, starts)
     if len(means) * GROUP < len(k) // GROUP * GROUP or means.shape[1:] != k.shape[1:] or means.dtype != k.dtype:
         raise KernelInputError(
             f"means are {list(means.shape)} of {means.dtype}, expected a row for {GROUP} of {list(k.shape)} {k.dtype}"
@@ -103,7 +103,12 @@ def compressed_scores(
     _check_rows(means, means)
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("out", out)
-    if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != means.shape[2] or q.shape[1] % means.shape[1]:
+    if (
+        q.ndim != 3
+        or q.shape[0] != batch
+        or q.shape[2] != means.shape[2]
+        or not share_evenly(q.shape[1], means.shape[1])
+    ):
         raise KernelInputError(
             f"q is {list(q.shape)} and means {list(means.shape)}, expected [{batch}, H, D] and [rows, G, D]"
         )
@@ -116,7 +121,7 @@ def compressed_scores(
     expect("out", out, (batch, most), torch.float32)
     expect_one_device(q, means, table, lengths, starts, out)
     if memory is not None:
-        memory.check(batch, most)
+        memory.check(batch, most, q)
     if runs_triton(backend, q):
         from indexcache_kernels.compressed_keys import triton
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.page_selection.memory import StepMemory
-from indexcache_kernels.page_selection.naive import row_of, slots_of
+from indexcache_kernels.page_selection.naive import pages_of, slots_of
 from indexcache_kernels.page_selection.pages import CachedPages
 
 GROUP = 16  # tokens of a mean; a compressed key is of two of them, one after the other
@@ -14,7 +14,7 @@ GROUP = 16  # tokens of a mean; a compressed key is of two of them, one after th
 
 def rows_of(table: Tensor, starts: Tensor | None, row: int, groups: int, table_page: int) -> Tensor:
     """Return the rows of `means` that hold a request's first `groups` groups, int64."""
-    entries = row_of(table, starts, row)[: -(-groups * GROUP // table_page)]
+    entries = pages_of(table, starts, row, groups * GROUP, table_page)
     return slots_of(entries, table_page)[: groups * GROUP : GROUP] // GROUP
 
 

@@ -51,6 +51,8 @@ def grouped_attention(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together, or the backend can't run them.
     """
+    if q.ndim != 3 or 0 in q.shape[1:]:
+        raise KernelInputError(f"q is {list(q.shape)}, expected [B x queries, H, D] with heads and dimensions")
     rows, heads, dim = q.shape
     if queries < 2 or rows % queries or table.shape[0] != rows or table.shape[1] < queries:
         raise KernelInputError(
@@ -63,6 +65,10 @@ def grouped_attention(
     if not all(item.is_contiguous() for item in (q, kv, out)) or table.stride(1) != 1:
         raise KernelInputError("q, kv, out or the columns of table don't stand together in memory")
     expect_one_device(q, kv, table, out)
+    if not rows or not v_dim:
+        return out
+    if not len(kv):
+        raise KernelInputError("kv has no rows, expected at least those of the queries' own tokens")
     blocks = rows // queries
     common, count = table[::queries], table.shape[1] - queries  # [B, K], of which count columns are shared
     attend = attend if count else naive.attend  # kernels want keys

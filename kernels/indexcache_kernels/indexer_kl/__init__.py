@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect
+from indexcache_kernels.errors import KernelInputError, expect, share_evenly
 from indexcache_kernels.indexer_kl import naive
 
 
@@ -50,8 +50,10 @@ def indexer_kl(
         KernelInputError: if shapes or dtypes don't fit together.
     """
     queries, keys = len(q), len(k)
-    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise KernelInputError(f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D]")
+    if q.ndim != 3 or k.ndim != 3 or q.shape[2] != k.shape[2] or not share_evenly(q.shape[1], k.shape[1]):
+        raise KernelInputError(
+            f"q is {list(q.shape)} and k {list(k.shape)}, expected [T, H, D] and [L, G, D], H a multiple of G"
+        )
     heads, dim = index_q.shape[1:] if index_q.ndim == 3 else (0, 0)
     if lse is not None:
         expect("lse", lse, (queries, q.shape[1]), torch.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
 from indexcache_kernels.page_selection import naive
 from indexcache_kernels.page_selection.memory import StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
@@ -56,13 +56,14 @@ def page_scores(
         `out`. Only the live pages of requests that exceed the budget are written: others take all of theirs.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("out", out)
-    if q.ndim != 3 or k.ndim != 3 or q.shape[0] != batch or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+    fits = q.ndim == k.ndim == 3 and q.shape[0] == batch and q.shape[2] == k.shape[2]
+    if not fits or not share_evenly(q.shape[1], k.shape[1]):
         raise KernelInputError(
-            f"q is {list(q.shape)} and k {list(k.shape)}, expected [{batch}, H, D] and [slots, G, D]"
+            f"q is {list(q.shape)} and k {list(k.shape)}, expected [{batch}, H, D] and [slots, G, D], H a multiple of G"
         )
     if q.dtype != k.dtype or k.stride(2) != 1:
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected one dtype, and dimensions side by side")
@@ -70,8 +71,9 @@ def page_scores(
         out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
     expect("out", out, (batch, most), torch.float32)
+    expect_one_device(q, k, table, lengths, starts, lse, out)
     if memory is not None:
-        memory.check(batch, most)
+        memory.check(batch, most, q)
     if runs_triton(backend, q):
         from indexcache_kernels.page_selection import triton
 
@@ -119,7 +121,7 @@ def select_pages(
         `out_table`, whose entries behind the selected tokens are not written, and `out_lengths`, tokens selected.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("scores", scores)
@@ -135,8 +137,9 @@ def select_pages(
         expect("out_starts", out_starts, (batch,), torch.int32)
         expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
+    expect_one_device(scores, table, lengths, starts, out_table, out_starts, out_lengths)
     if memory is not None:
-        memory.check(batch, most)
+        memory.check(batch, most, scores)
     if runs_triton(backend, scores):
         from indexcache_kernels.page_selection import triton
 

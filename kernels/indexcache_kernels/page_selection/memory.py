@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from indexcache_kernels.errors import KernelInputError, expect
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class StepMemory:
         assert found is not None
         return found
 
-    def check(self, batch: int, most: int) -> None:
-        """Check shapes and numbers for `batch` requests of at most `most` pages.
+    def check(self, batch: int, most: int, beside: Tensor) -> None:
+        """Check shapes and numbers for `batch` requests of at most `most` pages, and that it is on the device `beside`.
 
         Raises:
             KernelInputError: if they don't fit together.
@@ -55,6 +55,7 @@ class StepMemory:
         expect("steps", self.steps, (len(self.steps),), torch.int32)
         name, dtype = ("averages", torch.float32) if self.held is None else ("held", torch.bool)
         expect(name, self.rows, (len(self.steps), max(most, self.rows.shape[-1])), dtype)
+        expect_one_device(self.requests, self.steps, self.rows, beside)
 
     def due(self, row: int) -> bool:
         """Return whether this step of a request needs scores; for the definitions, since kernels read `steps`."""

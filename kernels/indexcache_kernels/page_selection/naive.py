@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.page_selection.memory import StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, PageBudget
 
@@ -20,6 +21,20 @@ def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
     return table[row] if starts is None else table[int(starts[row]) :]
 
 
+def pages_of(table: Tensor, starts: Tensor | None, row: int, tokens: int, table_page: int) -> Tensor:
+    """Return the entries of a request that hold its first `tokens`.
+
+    Raises:
+        KernelInputError: if there are fewer.
+    """
+    entries = row_of(table, starts, row)[: -(-tokens // table_page)]
+    if len(entries) * table_page < tokens:
+        raise KernelInputError(
+            f"request {row} has {tokens} tokens, and its table {len(entries)} pages of {table_page}; expected as many"
+        )
+    return entries
+
+
 def page_scores(
     q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor, memory: StepMemory | None
 ) -> None:
@@ -29,8 +44,7 @@ def page_scores(
         live = -(-length // budget.page_tokens)
         if live <= budget.pages or (memory is not None and not memory.due(row)):
             continue
-        entries = row_of(pages.table, pages.starts, row)[: -(-length // table_page)]
-        slots = slots_of(entries, table_page)[:length]
+        slots = slots_of(pages_of(pages.table, pages.starts, row, length, table_page), table_page)[:length]
         keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
         logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
         shares = (logits - lse[row, :, None]).exp().amax(0)  # [L]
@@ -84,13 +98,15 @@ def select_pages(
     budget, table_page = pages.budget, pages.table_page
     entries = budget.page_tokens // table_page  # of the table, a page
     for row, length in enumerate(pages.lengths.tolist()):
+        own = pages_of(pages.table, pages.starts, row, length, table_page)
         by = scores[row]
         if memory is not None and length > budget.pages * budget.page_tokens:
             by = remembered(by, row, length, memory, budget)
         taken = selected(by, length, budget)
         missing = -(-length // budget.page_tokens) * budget.page_tokens - length  # in the last page
         tokens = len(taken) * budget.page_tokens - missing
-        at = torch.tensor([page * entries + entry for page in taken for entry in range(entries)], device=scores.device)
+        entry_numbers = [page * entries + entry for page in taken for entry in range(entries)]
+        at = torch.tensor(entry_numbers, dtype=torch.long, device=scores.device)
         at = at[: -(-tokens // table_page)]
-        row_of(out_table, out_starts, row)[: len(at)] = row_of(pages.table, pages.starts, row)[at]
+        row_of(out_table, out_starts, row)[: len(at)] = own[at]
         out_lengths[row] = tokens

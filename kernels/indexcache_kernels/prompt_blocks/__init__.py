@@ -82,6 +82,8 @@ def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor, 
     _expect_rows(starts=starts, counts=counts)
     expect("chosen", chosen, (len(starts), chosen.shape[1]), torch.int32)
     expect("scores", scores, (len(starts), scores.shape[1]), torch.float32)
+    if not scores.shape[1] and chosen.numel():
+        raise KernelInputError(f"scores is {list(scores.shape)}, expected a column for each key")
     expect_one_device(scores, chosen, starts, counts)
     if runs_triton(backend, scores):
         from indexcache_kernels.prompt_blocks.triton import lowest_last as run
@@ -117,6 +119,8 @@ def expand_blocks(
     _expect_rows(first=first, sizes=sizes, begins=begins)
     expect("chosen", chosen, (len(first), chosen.shape[1]), torch.int32)
     expect("result", result, (len(result), chosen.shape[1]), torch.int32)
+    if space.pages is not None and not space.pages.numel() and chosen.numel():
+        raise KernelInputError(f"pages is {list(space.pages.shape)}, expected a page for each request")
     if not result.is_contiguous():
         raise KernelInputError("result does not stand together in memory")
     expect_one_device(chosen, first, sizes, begins, result, space.offsets, space.pages, space.requests)

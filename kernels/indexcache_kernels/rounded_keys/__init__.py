@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device
+from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
 from indexcache_kernels.page_selection import PageBudget, StepMemory
 from indexcache_kernels.page_selection.pages import CachedPages, check_table
 from indexcache_kernels.rounded_keys import naive
@@ -46,7 +46,7 @@ def round_keys(
         KernelInputError: if shapes or dtypes don't fit together.
     """
     check_table(table, lengths, starts)
-    if k.ndim != 3 or k.stride(2) != 1 or k.shape[2] % 2:
+    if k.ndim != 3 or k.stride(2) != 1 or k.shape[2] % 2 or not k.shape[2]:
         raise KernelInputError(f"k is {list(k.shape)}, expected [slots, G, D] with an even D, dimensions side by side")
     _check_rounded(rounded, k.shape[0], k.shape[1], k.shape[2])
     expect_one_device(k, *rounded, table, lengths, starts)
@@ -101,7 +101,7 @@ def rounded_scores(
     pages = CachedPages(table, lengths, starts, table_page, budget)
     batch, most = pages.check("out", out)
     kv_heads, slots, half = rounded.codes.shape
-    if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != 2 * half or q.shape[1] % kv_heads:
+    if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != 2 * half or not share_evenly(q.shape[1], kv_heads):
         raise KernelInputError(
             f"q is {list(q.shape)} and codes {list(rounded.codes.shape)}, expected [{batch}, H, D] and"
             " [G, slots, D / 2]"
@@ -112,7 +112,7 @@ def rounded_scores(
     expect("out", out, (batch, most), torch.float32)
     expect_one_device(q, *rounded, table, lengths, starts, out)
     if memory is not None:
-        memory.check(batch, most)
+        memory.check(batch, most, q)
     if runs_triton(backend, q):
         from indexcache_kernels.rounded_keys import triton
 

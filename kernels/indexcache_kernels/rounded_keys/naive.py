@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexcache_kernels.page_selection.memory import StepMemory
-from indexcache_kernels.page_selection.naive import row_of, slots_of
+from indexcache_kernels.page_selection.naive import pages_of, slots_of
 from indexcache_kernels.page_selection.pages import CachedPages
 
 LEVELS = 15  # steps from the smallest dimension of a key to the largest
@@ -63,8 +63,7 @@ def round_keys(
 ) -> None:
     """Write the rounded keys of requests; see `indexcache_kernels.rounded_keys.round_keys`."""
     for row, length in enumerate(lengths.tolist()):
-        entries = row_of(table, starts, row)[: -(-length // table_page)]
-        slots = slots_of(entries, table_page)[:length][-1 if newest else 0 :]
+        slots = slots_of(pages_of(table, starts, row, length, table_page), table_page)[:length][-1 if newest else 0 :]
         rounded.codes[:, slots], rounded.ranges[:, slots] = RoundedKeys.of(k[slots].transpose(0, 1))
 
 
@@ -77,8 +76,7 @@ def rounded_scores(
         live = -(-length // budget.page_tokens)
         if live <= budget.pages or (memory is not None and not memory.due(row)):
             continue
-        entries = row_of(pages.table, pages.starts, row)[: -(-length // table_page)]
-        slots = slots_of(entries, table_page)[:length]
+        slots = slots_of(pages_of(pages.table, pages.starts, row, length, table_page), table_page)[:length]
         keys = RoundedKeys(rounded.codes[:, slots], rounded.ranges[:, slots]).keys  # [G, L, D]
         heads = q[row].float().view(len(keys), -1, q.shape[2])  # [G, H / G, D]
         shares = (heads @ keys.mT * scale).softmax(-1)  # [G, H / G, L]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError
+from indexcache_kernels.errors import KernelInputError, share_evenly
 from indexcache_kernels.sparse_attention import flash_mla, hopper, naive
 
 
@@ -48,7 +48,7 @@ def sparse_attention(
         raise KernelInputError(f"v is {v}, expected 1 to the {k.shape[2]} dimensions of k")
     if isinstance(v, Tensor) and (v.ndim != 3 or v.shape[:2] != k.shape[:2]):
         raise KernelInputError(f"v is {list(v.shape)}, expected {list(k.shape[:2])} and its own dimension")
-    if q.shape[1] % k.shape[1]:
+    if not share_evenly(q.shape[1], k.shape[1]):
         raise KernelInputError(f"q has {q.shape[1]} heads, expected a multiple of the {k.shape[1]} of k")
     values = k[..., :v] if isinstance(v, int) else v
     if not q.dtype == k.dtype == values.dtype:

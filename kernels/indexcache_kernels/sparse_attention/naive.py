@@ -10,6 +10,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: fl
     """Compute `indexcache_kernels.sparse_attention`, in float64 where `q` is, else in float32."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
+    if not len(k):  # a key that nobody selects can be read all the same
+        k, v = (item.new_zeros(1, *item.shape[1:]) for item in (k, v))
     chosen = indices.clamp(min=0).long()
     keys, values = (item.to(dtype)[chosen].repeat_interleave(group, dim=2) for item in (k, v))  # [T, K, H, .]
     scores = torch.einsum("thd,tkhd->thk", q.to(dtype), keys) * scale

@@ -84,7 +84,10 @@ def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
     for where, words in ((f"{context.params['config']}: ", of_file), ("", context.args)):
         if words and not taken:
             flag = words[0].partition("=")[0]
-            hint = hint_for(context.command.callback, flag) or f"see {context.info_name} --help"
+            hint = hint_for(context.command.callback, flag) or (
+                f"see {context.info_name} --help; a flag of SGLang's server is taken with --engine sglang, without"
+                " --endpoint"
+            )
             raise SearchError(f"{where}no such option: {flag}; {hint}")
     return (*of_file, *context.args)
 

@@ -51,21 +51,27 @@ _QWEN3_MOE = {
     "norm_topk_prob": False,
     "mlp_only_layers": [],
 }
+_ROTATION = {"rope_is_neox_style": True}  # read by SGLang's code, which Mistral shares
 
 KEYS = {
-    "LlamaForCausalLM": ConfigKeys(model_type="llama", defaults=_LLAMA),
+    "LlamaForCausalLM": ConfigKeys(
+        model_type="llama", defaults=_LLAMA, only=_ROTATION, read_elsewhere=("layer_types",)
+    ),
     "Qwen2ForCausalLM": ConfigKeys(model_type="qwen2", defaults=_ALL, read_elsewhere=WINDOW_KEYS),
     "Qwen3ForCausalLM": ConfigKeys(
         model_type="qwen3",
         defaults={**_ALL, "head_dim": 128, "attention_bias": False},
+        only={"use_qk_norm": True},  # its code does so, whatever the key says
         read_elsewhere=WINDOW_KEYS,
     ),
     "Qwen3MoeForCausalLM": ConfigKeys(
         model_type="qwen3_moe",
         defaults=_QWEN3_MOE,
         aliases={"num_local_experts": "num_experts"},
-        only={"use_qk_norm": True},  # its code does so, whatever the key says
+        only={"use_qk_norm": True},
         read_elsewhere=WINDOW_KEYS,
     ),
-    "MistralForCausalLM": ConfigKeys(model_type="mistral", defaults=_MISTRAL, read_elsewhere=WINDOW_KEYS),
+    "MistralForCausalLM": ConfigKeys(
+        model_type="mistral", defaults=_MISTRAL, only=_ROTATION, read_elsewhere=WINDOW_KEYS
+    ),
 }

@@ -9,7 +9,8 @@ from sglang_indexcache.model.config_keys import ConfigKeys
 
 ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}
 ONLY = {"index_kpool": 1, "index_kpool_compress": False, "mla_nope": False, "use_mla_nope": False}
-# The head dimension of rotary embeddings and that of queries follow from others; the family reads the schedules.
+# The head dimension of rotary embeddings and that of queries follow from others; the family reads the schedules. Of
+# these, `use_index_cache` is vLLM's switch for them before 0.33: SGLang and transformers go by the schedule alone.
 READ_ELSEWHERE = (
     "head_dim",
     "qk_head_dim",
@@ -20,6 +21,7 @@ READ_ELSEWHERE = (
     TYPES_KEY,
     FREQ_KEY,
     OFFSET_KEY,
+    "use_index_cache",
 )
 
 DEEPSEEK: dict[str, Any] = {

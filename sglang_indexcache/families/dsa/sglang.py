@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
+from sglang_indexcache.families.dsa.heads import HeadTrouble, troubles
 from sglang_indexcache.families.dsa.rules import SGLANG_RULES, VLLM_RULES, Rule, read
 from sglang_indexcache.families.dsa.spellings import (
     FREQ_KEY,
@@ -25,6 +26,7 @@ from sglang_indexcache.families.dsa.spellings import (
     to_sglang,
 )
 from sglang_indexcache.families.reading import Reading, merged
+from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
@@ -65,6 +67,11 @@ class DsaSglang(SglangAdapter):
         """.split(),
         "layers that select for blocks of queries were never tried with it",
     )
+
+    def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
+        """See `SglangAdapter.head_troubles`."""
+        keys = self.checkpoint.keys[model.architecture]
+        yield from troubles({**keys.defaults, **model.config}["num_attention_heads"], arguments)
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """See `SglangAdapter.to_overrides`; in every spelling that SGLang 0.5.11 to 0.5.23 reads.
