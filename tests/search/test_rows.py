@@ -65,7 +65,7 @@ def texts_of(row: dict[str, Any], tmp_path: Path, **options: Any) -> list[tuple[
     reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, replies=True, options=RowOptions(**options))
     return [
         (tokenizer().decode(section.tokens.tolist()), tokenizer().decode(section.tokens[section.mask].tolist()))
-        for section in reader.sections(str(path), 0)
+        for [section] in reader.documents(str(path), 0)
     ]
 
 
@@ -266,7 +266,7 @@ def test_what_a_template_leaves_out_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": [turns("Look.")[0], {**CALLED, "reasoning": "mm"}], "tools": [TOOL]}))
     options = RowOptions(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, options=options)
-    assert list(reader.sections(str(path), 0))
+    assert list(reader.documents(str(path), 0))
     assert reader.notes == tuple(f"{path}: the chat template leaves out {word}" for word in ("tools", "reasoning"))
 
 
@@ -314,7 +314,7 @@ def test_bad_rows_are_named_counted_and_skipped(tmp_path: Path) -> None:
 
     def of(most: int) -> TokenReader:
         reader = TokenReader(fresh_tokenizer, 9, 8, options=RowOptions(skip_bad_rows=most, chat_template=TEMPLATE))
-        assert sorted(len(section.tokens) for section in reader.sections(str(path), 0)) == [1, 2]
+        assert sorted(len(section.tokens) for [section] in reader.documents(str(path), 0)) == [1, 2]
         return reader
 
     reader = of(3)
@@ -398,7 +398,7 @@ def test_a_thousand_mutated_chats(monkeypatch: pytest.MonkeyPatch) -> None:
                 row = {"messages": row}
         produced.append(row)
         try:
-            sections = list(reader.sections("x", 0))
+            sections = [section for document in reader.documents("x", 0) for section in document]
         except DataError as error:
             refused += 1
             assert str(error).startswith(f"row {len(produced)}: ") and str(error).isprintable()
