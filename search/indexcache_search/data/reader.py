@@ -181,6 +181,8 @@ class TokenReader:
         content = shape.read(record)
         if isinstance(content, Section):
             texts, tokens, mask = [], content.tokens, content.mask
+            if content.written and not self.replies:
+                mask = np.ones_like(mask)
         else:
             texts = self._texts(content, reading)
             tokens, mask = (np.concatenate(parts) for parts in zip(*map(self._tokenized, texts), strict=True))
