@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from indexcache_search import demo
@@ -34,7 +35,8 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
     """
     if (url := _URL.match(source)) is not None:  # it may hold a password
         raise DataError(f"{url.group()}...: found a URL, expected a file, folder or hub id; download it first")
-    from datasets import IterableDataset, load_dataset  # takes seconds to import
+    from datasets import load_dataset  # takes seconds to import
+    from datasets.io.generator import GeneratorDatasetInputStream
 
     where = "can't be read"
     try:
@@ -47,9 +49,12 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
             for number, row in enumerate(shuffled, 1):
                 yield f"{source}: row {number} of those read", table_row(row)
             return
-        local = IterableDataset.from_generator(partial(_read_all), gen_kwargs={"files": list(map(str, files))})
-        for row in local.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-            yield row["place"], row["record"]
+        with TemporaryDirectory(prefix="indexcache-") as cache:  # the default is in a home folder that may be read-only
+            stream = GeneratorDatasetInputStream(
+                partial(_read_all), cache_dir=cache, streaming=True, gen_kwargs={"files": list(map(str, files))}
+            )
+            for row in stream.read().shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
+                yield row["place"], row["record"]
     except IndexCacheError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
