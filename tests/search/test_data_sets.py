@@ -74,8 +74,9 @@ def test_whole_documents_are_set_aside_and_sequences_spread(write: Callable[...,
             assert (np.diff(tokens) == 1).all()  # a sequence of a long document is a piece of it
 
 
-def test_each_sequence_is_of_its_own_document_where_there_are_enough(write: Callable[..., str]) -> None:
-    held_out, calibration, _ = build(write(documents(*[400] * 40)), (12, 20))
+@pytest.mark.parametrize("length", [400, 100])
+def test_each_sequence_is_of_its_own_document_where_there_are_enough(write: Callable[..., str], length: int) -> None:
+    held_out, calibration, _ = build(write(documents(*[length] * 40)), (12, 20))
     assert len({*of(held_out)}) == 12 and len({*of(calibration)}) == 20
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.reader import SourceReading, TokenReader
+from indexcache_search.data.reader import WHOLE, SourceReading, TokenReader
 from indexcache_search.data.shapes import Section
 from indexcache_search.data.sketch import Seen, Sketch
 from indexcache_search.data.tokens import TokenSet
@@ -85,6 +85,7 @@ class Packer:
         self._first_scored = model.first_sparse_position + 1  # token t is predicted by a query that sees t tokens
         self._held_out, self._used = Seen(), Seen()  # by the evaluation set, and by any other
         self._evaluation: Sequence[str] = ()
+        self._both: Sequence[str] = ()  # those of them that give another set, too
 
     def held_out(self, sources: Sequence[str], count: int, others: Sequence[str] = ()) -> TokenSet:
         """Build the evaluation set, before any other; see `collect`.
@@ -96,11 +97,10 @@ class Packer:
                 as long as these have text.
         """
         self._evaluation = sources
-        return self.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation", others)
+        self._both = [source for source in sources if _meets(source, others)]
+        return self.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
 
-    def collect(
-        self, sources: Sequence[str], count: int, seed: int, purpose: Purpose, others: Sequence[str] = ()
-    ) -> TokenSet:
+    def collect(self, sources: Sequence[str], count: int, seed: int, purpose: Purpose) -> TokenSet:
         """Build a set of documents that no earlier set has.
 
         Args:
@@ -108,7 +108,6 @@ class Packer:
             count: number of sequences; if it is a `Wish`, sources with less text give what they have.
             seed: order of the documents.
             purpose: use of the set; for training every token counts that its source counts.
-            others: see `held_out`.
 
         Raises:
             DataError: if the sources hold too little, or can't be read.
@@ -124,7 +123,7 @@ class Packer:
         source_of: list[int] = []
         for number, source in enumerate(sources):
             own_share = share + (number < extra)
-            own = self._pack(self._sections(source, seed, purpose, count, others), own_share, first_scored)
+            own = self._pack(self._sections(source, seed, purpose, count), own_share, first_scored)
             reading = self._reader.readings[-1]
             reading.used = len({*np.concatenate([item.documents for item in own]).tolist()}) if own else 0
             if len(own) < (1 if isinstance(count, Wish) else own_share):
@@ -159,12 +158,10 @@ class Packer:
             + (", or --evaluation FILE with other text" if aside else apart if self._apart else "")
         )
 
-    def _sections(
-        self, source: str, seed: int, purpose: Purpose, count: int, others: Sequence[str]
-    ) -> Iterator[tuple[int, Section]]:
+    def _sections(self, source: str, seed: int, purpose: Purpose, count: int) -> Iterator[tuple[int, Section]]:
         """Yield sections that no set has, each with the number of its document, in the order of their use."""
         used = self._held_out if purpose == "evaluation" else self._used
-        if not _meets(source, others):
+        if purpose != "evaluation" or source not in self._both:
             yield from in_turn(self._documents(source, seed, purpose, used, used))
             return
         left: list[Document] = []
@@ -180,7 +177,8 @@ class Packer:
         """
         also = self._held_out if purpose != "evaluation" else Seen()
         aside = _meets(source, self._evaluation)
-        for number, sections in enumerate(self._reader.documents(source, seed, purpose)):
+        whole = 1 if _meets(source, self._both) else WHOLE  # so that few documents suffice for two sets
+        for number, sections in enumerate(self._reader.documents(source, seed, purpose, whole)):
             reading = self._reader.readings[-1]
             repeated, held_out, new = False, False, list[Section]()
             for section in sections:

@@ -19,7 +19,7 @@ from indexcache_search.data.sources import rows
 from indexcache_search.data.templates import AS_THEY_ARE, ChatTemplate, RowOptions
 from indexcache_search.errors import DataError, RowError
 
-WHOLE = 5  # sequences that a document may fill; a longer one is cut into sections of a sequence each
+WHOLE = 5  # sequences that a document may fill uncut, by default
 
 
 @dataclass
@@ -143,15 +143,16 @@ class TokenReader:
             notes |= dict.fromkeys(f"{flag} changed no row: none is a conversation" for flag in unused)
         return tuple(notes)
 
-    def documents(self, source: str, seed: int, purpose: str = "") -> Iterator[list[Section]]:
+    def documents(self, source: str, seed: int, purpose: str = "", whole: int = WHOLE) -> Iterator[list[Section]]:
         """Yield the documents of `source`, shuffled by `seed`, each as its sections.
 
-        A document is one section, or sections of a sequence each if it would fill more than `WHOLE` of them.
+        A document is one section, or sections of a sequence each if it would fill more than `whole` of them.
 
         Args:
             source: see `sources.rows`.
             seed: seed of the order.
             purpose: use of the documents, for reports.
+            whole: sequences that a document may fill uncut.
 
         Raises:
             DataError: if the source can't be found or read, or has more bad rows than may be skipped.
@@ -170,7 +171,7 @@ class TokenReader:
                 continue
             except DataError as error:
                 raise DataError(f"{place}: {error}") from None
-            size = self._seq_len if len(document.tokens) > WHOLE * self._seq_len else len(document.tokens)
+            size = self._seq_len if len(document.tokens) > whole * self._seq_len else len(document.tokens)
             cuts = [slice(start, start + size) for start in range(0, len(document.tokens), size or 1)]
             yield [Section(document.tokens[cut], document.mask[cut]) for cut in cuts]
 
