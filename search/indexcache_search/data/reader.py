@@ -84,7 +84,7 @@ class SourceReading:
         yield from (f"{self.source}: {remark}" for remark in self.remarks)
         read = f"of {self.rows.total()} {self.purpose} rows read"
         if self.repeats:
-            yield f"{self.source}: {self.repeats} {read} repeat others, and count once"
+            yield f"{self.source}: {self.repeats} {read} repeat others, wholly or in part; what repeats counts once"
         if self.held_out:
             yield f"{self.source}: {self.held_out} {read} are in the evaluation set, too, and are left out"
 
