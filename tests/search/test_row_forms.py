@@ -15,9 +15,12 @@ from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.data.sources import rows
 from indexcache_search.errors import DataError, RowError
-from tests.search.test_rows import CALL, CALLED, TOOL, turns
+from tests.search.test_rows import CALL, TOOL, turns
+from tests.search.test_rows import CALLED as _CALLED
 
 QUESTION, ANSWER = turns("How?", "So.")
+CALLED: dict[str, Any] = _CALLED
+FUNCTION: dict[str, Any] = {**TOOL}
 
 
 def chat(row: dict[str, Any]) -> Chat:
@@ -65,7 +68,7 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "c", "output": "3"},
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
 ]
-FLAT = {"type": "function", **TOOL["function"]}
+FLAT = {"type": "function", **FUNCTION["function"]}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_messages_name_the_columns_of_the_user(row: dict[str, Any], message: str
 # -- SGLang's log
 
 STAMP = "[2026-11-29 04:00:00] "
-SENT = {"rid": "g0", "text": "a \"quoted, out={' text", "input_ids": [5, 6, 7], "log_metrics": True}
+SENT: dict[str, Any] = {"rid": "g0", "text": "a \"quoted, out={' text", "input_ids": [5, 6, 7], "log_metrics": True}
 OUT = {"text": "it's", "output_ids": [8, 9], "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 3}}
 OTHERS = (
     f"{STAMP}INFO: Uvicorn running",

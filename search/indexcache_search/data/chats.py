@@ -251,7 +251,7 @@ def _tools(value: Any, place: str) -> tuple[dict[str, Any], ...]:
 
 def _wrapped(item: Any, place: str) -> dict[str, Any]:
     """Return a tool, or a call of one, in the wrapper of OpenAI's form."""
-    wrapped = item
+    wrapped: dict[str, Any] = item
     if isinstance(item, dict) and "function" not in item:  # the Responses API has the type beside the name
         wrapped = {"type": "function", "function": {name: item[name] for name in item if name != "type"}}
     function = wrapped["function"] if isinstance(wrapped, dict) else None

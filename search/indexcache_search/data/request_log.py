@@ -12,7 +12,7 @@ from indexcache_search.errors import RowError
 
 FLAGS = "--log-requests --log-requests-level 3"
 _NAME = re.compile(r"\.log(\.[\d_-]+)?$")  # SGLang renames its log every hour
-_JSON = re.compile(r'\{"timestamp": "[^"]*", "event": "(request\.[a-z.]+)"')
+_JSON = re.compile(r'\{"timestamp":\s*"[^"]*",\s*"event":\s*"(request\.[a-z.]+)"')
 _TEXT = re.compile(r"(?:^|\] )Finish: obj=\w+\(")
 _OTHER = re.compile(r"(?:^|\] )Receive(?: OpenAI)?: obj=\w*\(")
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
