@@ -220,7 +220,7 @@ def test_what_is_written_is_what_is_read(corpus: Path, tmp_path: Path) -> None:
     for name, count in (("training", 80), ("held-out", 16), ("recall", 16)):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         reader = TokenReader(lambda: None, VOCAB, 1024)
-        sections = list(reader.sections(str(tmp_path / f"{name}.jsonl"), 0))
+        sections = [section for [section] in reader.documents(str(tmp_path / f"{name}.jsonl"), 0)]
         assert len(rows) == len(sections) == count
         assert sorted(section.tokens.tolist() for section in sections) == sorted(row["input_ids"] for row in rows)
         assert reader.readings[0].counted == sum(sum(row["loss_mask"]) for row in rows) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,3 +127,55 @@ def test_help_has_groups_and_the_version_is_told() -> None:
     assert "[default: 0]" in text
     done = CliRunner().invoke(application_of(), ["--version"])
     assert done.exit_code == 0 and done.output.split()[-1] == sglang_indexcache.__version__
+
+
+# -- paths
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("~/x", "/home/somebody/x"),
+        ("~", "/home/somebody"),
+        ("${PLACE}/x", "/data/x"),
+        ("$PLACE/x", "/data/x"),
+        ("a/$PLACE_OF_MINE-${PLACE}", "a/mine-/data"),
+        ("costs $$5, $5 and ~", "costs $5, $5 and ~"),
+        ("owner/name:subset", "owner/name:subset"),
+    ],
+)
+def test_paths_are_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
+    """Before, `output: ~/x` made a folder that is called ~."""
+    for name, value in (("HOME", "/home/somebody"), ("PLACE", "/data"), ("PLACE_OF_MINE", "mine")):
+        monkeypatch.setenv(name, value)
+    assert run(tmp_path, f"model: '{text}'\nsource: [a, '{text}']\n").exit_code == 0
+    assert found[0]["model"] == expected and found[0]["source"] == ["a", expected]
+    assert (
+        run(
+            tmp_path,
+            f"model: served\ntp: '{text}'\n",
+            app=application_of(allow_extra_args=True, ignore_unknown_options=True),
+        ).exit_code
+        == 0
+    )
+    assert found[0]["flags"] == ("--tp", expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("$NOWHERE/x", "model: the variable NOWHERE is not set, or empty"),
+        ("a/${NOWHERE}", "model: the variable NOWHERE is not set, or empty"),
+        ("${EMPTY}/x", "model: the variable EMPTY is not set, or empty"),
+        ("${HOME:-/tmp}/x", "model: found '${HOME:-/tmp}', expected one like ${HOME}"),
+        ("${HOME", "model: found '${HOME', expected"),
+        ("~nobody-of-that-name/x", "model: found '~nobody-of-that-name/x', and there is no such home folder"),
+    ],
+)
+def test_paths_that_mean_nothing_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    result = run(tmp_path, f"model: '{text}'\n")
+    assert result.exit_code == 2 and not found
+    assert message in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,3 +240,16 @@ def test_a_hub_id_without_the_split_says_how_to_name_another(monkeypatch: pytest
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError, match=r"Available splits: .*; owner/name:subset:split names another split"):
         read("owner/name")
+
+
+def test_a_home_folder_is_not_needed(tmp_path: Path) -> None:
+    """In containers it may be read-only or missing, where datasets keeps its cache by default."""
+    (tmp_path / "rows.jsonl").write_text(LINES)
+    program = (
+        f"from indexcache_search.data.sources import rows\nprint(len(list(rows({str(tmp_path / 'rows.jsonl')!r}, 0))))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    environment = {**kept, "HOME": "/dev/null/home", "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{len(ROWS)}\n", done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -89,7 +89,7 @@ def test_what_counts_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "short.jsonl").write_text(json.dumps({"messages": [TALK[0], {"role": "assistant", "content": "So."}]}))
     reader = TokenReader(lambda: tokenizer, tokenizer.vocab_size, 64, replies=True)
     for source in ("short.jsonl", "ids.jsonl"):
-        assert list(reader.sections(source, 0, "evaluation"))
+        assert list(reader.documents(source, 0, "evaluation"))
     flags = np.zeros((2, 8), np.bool_)
     tokens = TokenSet(np.zeros((2, 8), np.int32), flags, np.arange(2), ("short.jsonl", "ids.jsonl"), flags)
     dry_run.show(reader, {"evaluation": tokens})

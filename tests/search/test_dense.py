@@ -188,7 +188,7 @@ def test_prompts_are_dense_and_replies_count(tmp_path: Path) -> None:
 def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
     reader = TokenReader(lambda: Tokenizer(forgets=True), VOCAB, 28, replies=True)
     with pytest.raises(DataError, match="can't be told from prompts; expected another --rows chat_template, or"):
-        next(reader.sections(rows(tmp_path / "chat.jsonl"), 0))
+        next(reader.documents(rows(tmp_path / "chat.jsonl"), 0))
 
 
 # -- the engine

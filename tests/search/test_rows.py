@@ -65,7 +65,7 @@ def texts_of(row: dict[str, Any], tmp_path: Path, **options: Any) -> list[tuple[
     reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, replies=True, options=RowOptions(**options))
     return [
         (tokenizer().decode(section.tokens.tolist()), tokenizer().decode(section.tokens[section.mask].tolist()))
-        for section in reader.sections(str(path), 0)
+        for [section] in reader.documents(str(path), 0)
     ]
 
 
@@ -150,7 +150,7 @@ def test_what_rows_say(row: dict[str, Any], expected: Section | Text | Chat) -> 
         ({"messages": {"role": "user"}}, "messages is dict, expected a list"),
         ({"messages": ["hello"]}, r"messages\[0\] is str, expected an object with role and content"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\]: role is null, expected assistant, .*user or human"),
-        ({"messages": [{"role": "User", "content": "a"}]}, "role is 'User', expected"),
+        ({"messages": [{"role": "Narrator", "content": "a"}]}, "role is 'Narrator', expected"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "role is list, expected"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content is missing"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is null"),
@@ -179,10 +179,10 @@ def test_what_rows_say(row: dict[str, Any], expected: Section | Text | Chat) -> 
         ({"prompt": "a", "completion": 7}, "completion is int, expected a string or a list"),
         ({"input": "a", "question": "b", "answer": "c"}, "question and input differ"),
         ({"question": "b", "answer": "c", "system": 7}, "system is int, expected a string"),
-        ({"context": "a", "question": "b", "answers": {"text": ["c"]}}, "answers is dict, expected a string"),
+        ({"context": "a", "question": "b", "answers": {"start": [7]}}, "answers has start, expected text or value"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, r"history\[0\] is not a list of a question and its"),
         ({"custom_id": "1", "response": {"body": {"choices": []}}}, "an answer of a batch without its prompt"),
-        ({"body": {"input": "a"}, "custom_id": "1"}, "body has input, expected messages or prompt"),
+        ({"body": {"url": "a"}, "custom_id": "1"}, "body has url, expected messages, input or prompt"),
         ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries, input_ids 2; expected as many"),
         ({"input_ids": [1, 2], "labels": [-100, 1], "loss_mask": [1, 1]}, "loss_mask and labels differ"),
         ({"title": "a", "score": 1}, "columns are title, score, expected one of: input_ids; messages or conversations"),
@@ -266,7 +266,7 @@ def test_what_a_template_leaves_out_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps({"messages": [turns("Look.")[0], {**CALLED, "reasoning": "mm"}], "tools": [TOOL]}))
     options = RowOptions(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, options=options)
-    assert list(reader.sections(str(path), 0))
+    assert list(reader.documents(str(path), 0))
     assert reader.notes == tuple(f"{path}: the chat template leaves out {word}" for word in ("tools", "reasoning"))
 
 
@@ -314,7 +314,7 @@ def test_bad_rows_are_named_counted_and_skipped(tmp_path: Path) -> None:
 
     def of(most: int) -> TokenReader:
         reader = TokenReader(fresh_tokenizer, 9, 8, options=RowOptions(skip_bad_rows=most, chat_template=TEMPLATE))
-        assert sorted(len(section.tokens) for section in reader.sections(str(path), 0)) == [1, 2]
+        assert sorted(len(section.tokens) for [section] in reader.documents(str(path), 0)) == [1, 2]
         return reader
 
     reader = of(3)
@@ -398,7 +398,7 @@ def test_a_thousand_mutated_chats(monkeypatch: pytest.MonkeyPatch) -> None:
                 row = {"messages": row}
         produced.append(row)
         try:
-            sections = list(reader.sections("x", 0))
+            sections = [section for document in reader.documents("x", 0) for section in document]
         except DataError as error:
             refused += 1
             assert str(error).startswith(f"row {len(produced)}: ") and str(error).isprintable()

@@ -1,5 +1,6 @@
 """`--config run.yaml`: option values from a file that can be kept beside the results; flags take precedence.
 
+In texts, `~` at the beginning and variables (`$NAME`, `${NAME}`) are written out as in a shell; `$$` is a dollar sign.
 One file can serve several commands: what stands in a section with a command's name is that command's alone, what stands
 outside is everybody's.
 """
@@ -7,6 +8,8 @@ outside is everybody's.
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from sglang_indexcache.files.atomic import read_regular
 
 SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
 COMMANDS = ("search", "eval", "distill", "offload")  # whose names sections have, after `indexcache-`
+_VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([^}]*)\}?)")
 SERVER = "server"  # key in `context.meta` for flags that are passed on to the server
 
 
@@ -39,11 +43,12 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path}: expected a mapping of option names")
     options = {option.name: option for option in context.command.params if not option.is_eager}
     found = context.default_map = {}
-    for key, value in _own(content, str(context.info_name), path).items():
+    for key, given in _own(content, str(context.info_name), path).items():
         name = key.replace("-", "_")
         try:
             if name in found:
                 raise typer.BadParameter("is given twice")
+            value = _written_out(given)
             if name in options:
                 found[name] = _given(options[name], value)
                 options[name].process_value(context, found[name])
@@ -90,6 +95,39 @@ def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
             )
             raise SearchError(f"{where}no such option: {flag}; {hint}")
     return (*of_file, *context.args)
+
+
+def _written_out(value: Any) -> Any:
+    """Replace `~` and variables in the texts of a value; one that is not set would make a path of another meaning.
+
+    Raises:
+        typer.BadParameter: naming the variable.
+    """
+    if isinstance(value, dict):
+        return {key: _written_out(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_written_out(item) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def written_out(match: re.Match[str]) -> str:
+        name = match[2] or match[3]
+        if match[1]:
+            return "$"
+        if not re.fullmatch(r"[A-Za-z_]\w*", name or "") or match[0][1:] not in (name, f"{{{name}}}"):
+            raise typer.BadParameter(f"found {match[0][:40]!r}, expected one like ${{HOME}}, or $$ for a dollar sign")
+        if not os.environ.get(name):
+            raise typer.BadParameter(f"the variable {name} is not set, or empty; $$ stands for a dollar sign")
+        return os.environ[name]
+
+    text = _VARIABLE.sub(written_out, value)
+    if not value.startswith("~"):
+        return text
+    home, *rest = text.split("/", 1)
+    try:
+        return "/".join([str(Path(home).expanduser()), *rest])
+    except RuntimeError:
+        raise typer.BadParameter(f"found {value[:40]!r}, and there is no such home folder") from None
 
 
 def _given(option: Any, value: Any) -> Any:

@@ -188,7 +188,7 @@ def distill(
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
         int | None,
-        number("Training sequences, used again when all were seen. Default: 16384.", TRAINING_SEQUENCES),
+        number("Training sequences, used again when all were seen. Default: 16384 or all.", TRAINING_SEQUENCES),
     ] = None,
     num_eval_sequences: options.NumEvalSequences = None,
     seed: options.Seed = 0,
@@ -262,6 +262,7 @@ def distill(
         if not training:
             raise SearchError("--training is missing, expected a file, folder or hub id with text")
         name, spec, row_options = model or str(demo.MODEL), PatternSpec.read(pattern), options.row_options(rows)
+        from indexcache_search.data.packing import Wish
         from indexcache_search.distill.dense_mla import DenseStart
         from indexcache_search.distill.result import terminal_table
         from indexcache_search.distill.run import run
@@ -280,8 +281,8 @@ def distill(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
             seq_len=seq_len or (512 if is_demo else 4 * description.first_sparse_position),
-            num_sequences=num_sequences or (64 if is_demo else 16384),
-            num_eval_sequences=num_eval_sequences or (24 if is_demo else 32),
+            num_sequences=num_sequences or Wish(64 if is_demo else 16384),
+            num_eval_sequences=num_eval_sequences or Wish(24 if is_demo else 32),
             rows=row_options,
             apart=rows is not None and rows.documents == "apart",
         )

@@ -254,6 +254,7 @@ def evaluate(
             from indexcache_search.compare.candidates import Candidates
             from indexcache_search.compare.result import rises
             from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.data.packing import Wish
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -267,7 +268,7 @@ def evaluate(
                 sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
                 tasks=generated.pop("names", ()),
                 seq_len=seq_len or (512 if is_demo else None),
-                sequences=num_sequences or (demo.SEQUENCES if is_demo else 144),
+                sequences=num_sequences or Wish(demo.SEQUENCES if is_demo else 144),
                 reply=reply,
                 rows=row_options,
                 only_shown=dry_run,

@@ -301,6 +301,7 @@ def search(
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
         selects, row_options = selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
+        from indexcache_search.data.packing import Wish
         from indexcache_search.search.settings import BLOCKS, Budget, ByteBudget, Settings
 
         what = Settings(
@@ -320,8 +321,8 @@ def search(
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len or (512 if is_demo else None),
             seed=seed,
-            num_sequences=num_sequences or (32 if prefill is None else 64),
-            num_eval_sequences=num_eval_sequences or (demo.SEQUENCES if is_demo else 32),
+            num_sequences=num_sequences or Wish(32 if prefill is None else 64),
+            num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
             reply=reply,
             rows=row_options,
         )

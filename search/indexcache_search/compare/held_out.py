@@ -23,7 +23,7 @@ class ComparisonSet:
     Attributes:
         data: sequences.
         answers: texts of the answers, by sequence; for samples of tasks only.
-        left_out: sections that were left out because a pattern was calibrated on them.
+        left_out: documents that were left out because a pattern was calibrated on a part of them.
     """
 
     data: TokenSet
@@ -88,8 +88,8 @@ def build(
     if tasks:
         tokenizer, characters = reader.tokenizer, seq_len * 16
         text: list[int] = []
-        for section in reader.sections(haystack, EVALUATION_ORDER_SEED):
-            text += section.tokens.tolist()
+        for document in reader.documents(haystack, EVALUATION_ORDER_SEED):
+            text += [token for section in document for token in section.tokens.tolist()]
             if len(text) >= characters:
                 break
     for number, task in enumerate(tasks):

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from indexcache_search.data.responses import as_message
 from indexcache_search.errors import RowError
 
 Message = dict[str, Any]
 
 _ROLES = {
-    "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call", "function-call"),
-    "developer": ("developer",),
-    "system": ("system",),
-    "tool": ("tool", "function", "observation", "function_response", "function-response"),
-    "user": ("user", "human"),
+    "assistant": "assistant gpt chatgpt bing bard model bot chatbot ai",
+    "developer": "developer",
+    "system": "system",
+    "tool": "tool function observation ipython tool_response tool_result tool_results tool_output"
+    " function_response function_result function_output function_call_output",
+    "user": "user human prompter",
 }
-_ROLE_OF = {word: role for role, words in _ROLES.items() for word in words}
-_CALLS = ("function_call", "function-call")  # roles whose text is the call
+_CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")  # words of an assistant whose text is a call
+_THINKS = ("reasoning", "thinking", "thought")  # words of an assistant whose text is what it thought
+_ROLE_OF = {word: role for role, words in _ROLES.items() for word in words.split()}
+_ROLE_OF |= dict.fromkeys((*_CALLS, *_THINKS), "assistant")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+
+
+class Cell(NamedTuple):
+    """A value, and the user's name of where it stands, for messages."""
+
+    value: Any
+    name: str
 
 
 @dataclass(frozen=True)
@@ -59,46 +71,67 @@ class Chat:
     plain: Text | None = None
 
 
-def pair(prompt: str, reply: str, *, system: Any = None, before: Sequence[Message] = ()) -> Chat:
+def pair(prompt: str, reply: str, *, system: Cell | None = None, before: Sequence[Message] = ()) -> Chat:
     """Build a chat from a question and its answer; without a template they are two paragraphs.
 
     Raises:
         RowError: if `system` is given but is not a string.
     """
     messages = [*before, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
-    chat = conversation(messages, "messages", system=system)
+    chat = conversation(Cell(messages, "messages"), system=system)
     earlier = [message["content"] for message in chat.messages[:-1]]
     return replace(chat, plain=Text.of("\n\n".join([*earlier, ""]), reply))
 
 
-def conversation(value: Any, column: str, *, system: Any = None, tools: Any = None) -> Chat:
-    """Read a list of messages, in OpenAI's words or ShareGPT's.
+def conversation(*parts: Cell, system: Cell | None = None, tools: Cell | None = None) -> Chat:
+    """Read lists of messages, one behind the other: in OpenAI's words, ShareGPT's, or items of the Responses API.
 
     Args:
-        value: the list, or JSON of it.
-        column: its name, for errors.
+        parts: the lists, or JSON of them.
         system: system prompt from a column of its own.
         tools: functions from a column of their own; a list, or JSON of it.
 
     Raises:
-        RowError: if it is not a list of messages, or contradicts itself.
+        RowError: if these are no lists of messages, or contradict themselves.
     """
-    listed = parsed(value, column, list)
-    if not listed:
-        raise RowError(f"{column} is empty, expected messages")
-    messages = [_message(item, f"{column}[{number}]") for number, item in enumerate(listed)]
-    if system is not None and string(system, "system"):
+    messages: list[Message] = []
+    functions, thought = _tools(*tools) if tools is not None else (), False
+    for part in parts:
+        listed = parsed(*part, list)
+        if not listed:
+            raise RowError(f"{part.name} is empty, expected messages")
+        for number, item in enumerate(listed):
+            place = f"{part.name}[{number}]"
+            found = as_message(item, place)
+            if found is None:
+                continue
+            word, message = _message(found, place)
+            own = _tools(message.pop("tools", None), f"{place}.tools")
+            if own and functions and own != functions:
+                raise RowError(f"{place}.tools lists other functions than before, expected them once")
+            functions = own or functions
+            turn = bool(messages) and messages[-1]["role"] == message["role"] == "assistant"
+            if turn and (thought or word in _CALLS):
+                message = _joined(messages.pop(), message)
+            messages.append(message)
+            thought = word in _THINKS
+    if not messages:
+        raise RowError(f"{parts[0].name} holds no message")
+    if system is not None and system.value is not None and string(*system):
         if messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        elif messages[0]["content"] != system:
-            raise RowError(f"system and {column}[0] are two system prompts, expected one")
-    functions = _tools(tools, "tools")
-    for number, message in enumerate(messages):
-        own = _tools(message.pop("tools", None), f"{column}[{number}].tools")
-        if own and functions and own != functions:
-            raise RowError(f"{column}[{number}].tools lists other functions than before, expected them once")
-        functions = own or functions
+            messages.insert(0, {"role": "system", "content": system.value})
+        elif messages[0]["content"] != system.value:
+            raise RowError(f"{system.name} and {parts[0].name}[0] are two system prompts, expected one")
     return Chat(tuple(messages), functions)
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Join a thought or a call to what the assistant says in the same turn."""
+    both = {**first, **second, "content": first["content"] + second["content"]}
+    for name, empty in (("tool_calls", []), ("reasoning_content", "")):
+        if name in first or name in second:
+            both[name] = first.get(name, empty) + second.get(name, empty)
+    return both
 
 
 def string(value: Any, name: str) -> str:
@@ -135,8 +168,8 @@ def kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def one_of(item: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """Return the value under whichever of several synonymous `names` is set; `None` if none is.
+def one_of(item: Mapping[str, Any], names: Sequence[str], where: str = "") -> Cell:
+    """Return the value under whichever of several synonymous `names` is set; without any, null under the first.
 
     Raises:
         RowError: if two of them hold different values.
@@ -145,36 +178,41 @@ def one_of(item: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     for name in found[1:]:
         if item[name] != item[found[0]]:
             raise RowError(f"{where}{found[0]} and {where}{name} differ, expected one of them")
-    return item[found[0]] if found else None
+    here = found or [name for name in names if name in item] or names
+    return Cell(item.get(here[0]), f"{where}{here[0]}")
 
 
-def _message(item: Any, place: str) -> Message:
-    if not isinstance(item, dict):
-        raise RowError(f"{place} is {kind(item)}, expected an object with role and content")
+def _message(item: Mapping[str, Any], place: str) -> tuple[str, Message]:
+    """Return the word for a message's author, in small letters, and the message."""
     message = {name: value for name, value in item.items() if value is not None and name not in ("from", "value")}
-    word = one_of(item, ("role", "from"), f"{place}.")
-    role = _ROLE_OF.get(word) if isinstance(word, str) else None
+    author = one_of(item, ("role", "from"), f"{place}.")
+    given = author.value
+    word = re.sub(r"[-\s]", "_", given.strip().lower()) if isinstance(given, str) else ""
+    role = _ROLE_OF.get(word)
     if role is None:
-        found = repr(word[:40]) if isinstance(word, str) else kind(word)
-        raise RowError(f"{place}: role is {found}, expected {', '.join(_ROLES)} or human, gpt")
+        found = repr(given[:40]) if isinstance(given, str) else kind(given)
+        name = author.name.removeprefix(f"{place}.")
+        raise RowError(f"{place}: {name} is {found}, expected {', '.join(_ROLES)} or human, gpt")
     content = one_of(item, ("content", "value"), f"{place}.")
-    if word in _CALLS:
-        calls = parsed(content, f"{place} ({word})", list if str(content).lstrip().startswith("[") else dict)
-        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    thoughts = one_of(item, _THOUGHTS, f"{place}.")
+    if word in _CALLS and content.value is not None:
+        calls = parsed(content.value, f"{place} ({given})", list if str(content.value).lstrip()[:1] == "[" else dict)
+        message["tool_calls"], content = calls if isinstance(calls, list) else [calls], Cell(None, content.name)
+    elif word in _THINKS:
+        thoughts, content = Cell(_content(*content), content.name), Cell(None, content.name)
     legacy = message.pop("function_call", None)
     if legacy is not None:
         message.setdefault("tool_calls", [legacy])
     calls = _calls(message.pop("tool_calls", None), f"{place}.tool_calls")
-    thoughts = one_of(item, _THOUGHTS, f"{place}.")
-    if (calls or thoughts) and role != "assistant":
+    if (calls or thoughts.value) and role != "assistant":
         raise RowError(f"{place}: {role} has {'tool_calls' if calls else 'reasoning'}, expected that of an assistant")
-    if thoughts is not None:
-        message["reasoning_content"] = string(thoughts, f"{place}.reasoning_content")
+    if thoughts.value is not None:
+        message["reasoning_content"] = string(*thoughts)
     if calls:
         message["tool_calls"] = calls
-    if content is None and not (role == "assistant" and (calls or thoughts)):
-        raise RowError(f"{place}.content is {'null' if 'content' in item or 'value' in item else 'missing'}")
-    return {**message, "role": role, "content": "" if content is None else _content(content, f"{place}.content")}
+    if content.value is None and not (role == "assistant" and (calls or thoughts.value)):
+        raise RowError(f"{content.name} is {'null' if 'content' in item or 'value' in item else 'missing'}")
+    return word, {**message, "role": role, "content": "" if content.value is None else _content(*content)}
 
 
 def _content(value: Any, place: str) -> str:
@@ -213,8 +251,10 @@ def _tools(value: Any, place: str) -> tuple[dict[str, Any], ...]:
 
 def _wrapped(item: Any, place: str) -> dict[str, Any]:
     """Return a tool, or a call of one, in the wrapper of OpenAI's form."""
-    wrapped = item if isinstance(item, dict) and "function" in item else {"type": "function", "function": item}
-    function = wrapped["function"]
+    wrapped: dict[str, Any] = item
+    if isinstance(item, dict) and "function" not in item:  # the Responses API has the type beside the name
+        wrapped = {"type": "function", "function": {name: item[name] for name in item if name != "type"}}
+    function = wrapped["function"] if isinstance(wrapped, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RowError(f"{place} names no function, expected an object with function.name")
     return wrapped

@@ -29,20 +29,26 @@ def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
         out.print(f"note: {note}")
     shown: set[str] = set()
     for purpose, tokens in sets.items():
+        used = sum(reading.used for reading in reader.readings if reading.purpose == purpose)
         apart = "" if tokens.starts is None else f", {_documents(tokens)} documents apart"
         out.print(
-            f"{purpose}: {tokens.num_sequences} sequences of {tokens.seq_len} tokens{apart}, {tokens.scored_tokens}"
-            f" tokens are scored; sha256 {tokens.sha256[:16]}"
+            f"{purpose}: {tokens.num_sequences} sequences of {tokens.seq_len} tokens, from {_number(used)}{apart},"
+            f" {tokens.scored_tokens} tokens are scored; sha256 {tokens.sha256[:16]}"
         )
         for number, source in enumerate(tokens.sources):
             reading = next((item for item in reader.readings if (item.purpose, item.source) == (purpose, source)), None)
             rows = tokens.source_of == number
-            given = f"{int(rows.sum())} sequences, {int(tokens.scored[rows].sum())} tokens scored"
+            documents = "" if reading is None else f"from {_number(reading.used)}, "
+            given = f"{int(rows.sum())} sequences, {documents}{int(tokens.scored[rows].sum())} tokens scored"
             out.print(f"  {source}: {given}" + ("" if reading is None else f"; {reading}"))
             if reading is not None and source not in shown:
                 shown.add(source)
                 _show_rows(out, reading, reader)
     out.print("Nothing was loaded and nothing written; without --dry-run the same data are used.")
+
+
+def _number(documents: int) -> str:
+    return f"{documents} document" + "s" * (documents != 1)
 
 
 def _documents(tokens: TokenSet) -> int:

@@ -37,8 +37,9 @@ def data_files(folder: Path, notice: Callable[[str], None]) -> list[Path]:
     }
     if not kinds:
         raise DataError(f"{folder}: no file in this folder ends with {ENDINGS}")
-    tables = [path for path, kind in kinds.items() if kind != "text"]
-    chosen = tables or [path for path in kinds if path != folder / "README.md"] or list(kinds)
+    tables = [path for path, kind in kinds.items() if kind not in ("text", "log")]
+    logs = [path for path, kind in kinds.items() if kind == "log"]
+    chosen = tables or logs or [path for path in kinds if path != folder / "README.md"] or list(kinds)
     if len({kinds[path] for path in chosen}) > 1:
         found = ", ".join(sorted({path.suffix for path in chosen}))
         raise DataError(f"{folder}: holds {found} files, expected one kind; name the file or folder that is meant")

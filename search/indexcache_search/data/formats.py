@@ -13,6 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
+from indexcache_search.data import request_log
 from indexcache_search.data.chats import kind
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.errors import one_line
@@ -28,9 +29,12 @@ KINDS = {
     ".rst": "text",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".log": "log",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-ENDINGS = ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow"
+ENDINGS = (
+    ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow, .log (SGLang's)"
+)
 _TABLES = ("parquet", "arrow")  # compressed inside
 _BATCH = 256  # rows of a table turned into objects at a time
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -48,6 +52,8 @@ Record = Mapping[str, Any] | RowError
 
 def kind_of(path: Path) -> str | None:
     """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
+    if request_log.is_named(path):
+        return "log"
     compressed = path.suffix.lower() in COMPRESSIONS
     kind = KINDS.get((path.with_suffix("") if compressed else path).suffix.lower())
     return None if compressed and kind in _TABLES else kind
@@ -59,7 +65,9 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
     Raises:
         DataError: if the file as a whole can't be read.
     """
-    read = {"json": _json, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow}[kind_of(path) or ""]
+    read = {"json": _json, "csv": _csv, "text": _text, "parquet": _parquet, "arrow": _arrow, "log": _log}[
+        kind_of(path) or ""
+    ]
     try:
         with path.open("rb") as file:
             if file.read(len(_LFS)) == _LFS:
@@ -96,6 +104,9 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the rows of JSON lines, of one JSON list, or of one object over several lines."""
     with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
+    if request_log.is_line(first):
+        yield from _log(path)
+        return
     many_lines = "json" in path.name.lower().split(".")[-2:] and isinstance(_row(first), RowError)
     with _opened(path) as file:
         if not many_lines and not first.lstrip().startswith("["):
@@ -108,6 +119,19 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
             raise DataError(f"{path}: not JSON{place}") from None
         rows = content if isinstance(content, list) else [content]
         yield from ((f"row {number}", _object(row)) for number, row in enumerate(rows, 1))
+
+
+def _log(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the finished requests of SGLang's log, in which other lines may stand."""
+    found = False
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            request = request_log.finished(line)
+            if request is not None:
+                found = True
+                yield f"line {number}", request
+    if not found:
+        raise DataError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
 
 
 def _row(line: str) -> Record:

@@ -1,43 +1,54 @@
-"""Calibration and held-out evaluation tokens, packed from sections of sources.
+"""Calibration and held-out evaluation tokens, packed from the documents of sources.
 
-Documents are deduplicated by content, even if shifted; long ones are cut into sections. Evaluation takes its sections
-first, in an order independent of the seed. Calibration sees only other sections. So the two sets are disjoint, and
-patterns found with different seeds are compared on the same held-out tokens.
+Evaluation takes its documents first, in an order independent of the seed, so that patterns found with different seeds
+are compared on the same held-out tokens. A document is in one of the two sets at most: of a source that gives both,
+every second document stays for calibration as long as the others have text. Documents are used in turn, see `in_turn`,
+and recognised by their content, even if shifted.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.reader import WHOLE, SourceReading, TokenReader
 from indexcache_search.data.shapes import Section
-from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.sketch import Seen, Sketch
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.data.turns import Document, every_second, in_turn
 from indexcache_search.errors import DataError
 from sglang_indexcache import ModelLayers
 
 EVALUATION_ORDER_SEED = 0
+_exists = os.path.exists  # unlike `Path.exists`, false for what is no valid path
+Purpose = Literal["evaluation", "calibration", "training"]
+_TOKEN = np.dtype([("token", np.int32), ("counts", np.bool_), ("begins", np.bool_), ("document", np.int32)])
+
+
+class Wish(int):
+    """A number of sequences that nobody asked for: of a source that has fewer, these are taken."""
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A sequence: rows of a `TokenSet`, and `mask`, bool of the tokens that count in their source."""
+    """A sequence: rows of a `TokenSet`, `mask`, bool of the tokens that count in their source, and their documents."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     scored: NDArray[np.bool_]
     starts: NDArray[np.int32]
+    documents: NDArray[np.int32]
 
 
 class Packer:
-    """Packer of sections into the sets of a run, which uses each section once.
+    """Packer of documents into the sets of a run, which uses each once.
 
     Args:
         reader: reads the sources.
@@ -49,7 +60,7 @@ class Packer:
             of a sequence goes on in the next, as a document of its own.
 
     Attributes:
-        left_out: number of sections skipped for that reason.
+        left_out: number of documents that were left out since a sketch knows a part of them.
 
     Raises:
         DataError: if sequences are not longer than `index_topk`.
@@ -72,21 +83,29 @@ class Packer:
         self.left_out = 0
         self._reader, self._seq_len, self._calibrated, self._apart = reader, seq_len, calibrated, apart
         self._first_scored = model.first_sparse_position + 1  # token t is predicted by a query that sees t tokens
-        self._used: set[bytes] = set()  # digests of sections
-        self._seen = Sketch()  # of their text, however it is cut
+        self._held_out, self._used = Seen(), Seen()  # by the evaluation set, and by any other
+        self._evaluation: Sequence[str] = ()
+        self._both: Sequence[str] = ()  # those of them that give another set, too
 
-    def held_out(self, sources: Sequence[str], count: int) -> TokenSet:
-        """Build the evaluation set, before any other; see `collect`."""
+    def held_out(self, sources: Sequence[str], count: int, others: Sequence[str] = ()) -> TokenSet:
+        """Build the evaluation set, before any other; see `collect`.
+
+        Args:
+            sources: see `collect`.
+            count: number of sequences.
+            others: sources of the sets that follow. Of one that is in both, at most every second document is set aside
+                as long as these have text.
+        """
+        self._evaluation = sources
+        self._both = [source for source in sources if _meets(source, others)]
         return self.collect(sources, count, EVALUATION_ORDER_SEED, "evaluation")
 
-    def collect(
-        self, sources: Sequence[str], count: int, seed: int, purpose: Literal["evaluation", "calibration", "training"]
-    ) -> TokenSet:
-        """Build a set of sections that no earlier set has.
+    def collect(self, sources: Sequence[str], count: int, seed: int, purpose: Purpose) -> TokenSet:
+        """Build a set of documents that no earlier set has.
 
         Args:
             sources: each has an equal share of the sequences; the first ones also share the remainder.
-            count: number of sequences.
+            count: number of sequences; if it is a `Wish`, sources with less text give what they have.
             seed: order of the documents.
             purpose: use of the set; for training every token counts that its source counts.
 
@@ -104,46 +123,117 @@ class Packer:
         source_of: list[int] = []
         for number, source in enumerate(sources):
             own_share = share + (number < extra)
-            own = self._pack(self._reader.sections(source, seed, purpose), own_share, first_scored)
+            own = self._pack(self._sections(source, seed, purpose, count), own_share, first_scored)
+            reading = self._reader.readings[-1]
+            reading.used = len({*np.concatenate([item.documents for item in own]).tolist()}) if own else 0
+            if len(own) < (1 if isinstance(count, Wish) else own_share):
+                raise self._too_little(reading, len(own), own_share)
             if len(own) < own_share:
-                apart = f", or longer documents: the first {first_scored} tokens of each don't count"
-                raise DataError(
-                    f"{source}: gives {len(own)} {purpose} sequences of {self._seq_len} tokens, {own_share} were asked"
-                    f" for ({self._reader.readings[-1]}); expected more text, a shorter --seq-len or fewer sequences"
-                    + (apart if self._apart else "")
+                reading.remarks.append(
+                    f"gives {len(own)} {purpose} sequences, fewer than the default of {own_share}; all are used"
                 )
+            if len(own) > 1 and reading.used == 1:
+                reading.remarks.append(f"all {len(own)} {purpose} sequences come from one document")
             packed += own
-            source_of += [number] * own_share
-        tokens, mask, scored, starts = (
+            source_of += [number] * len(own)
+        tokens, mask, scored, starts, _ = (
             np.stack([getattr(item, field.name) for item in packed]) for field in fields(_Sequence)
         )
         prompt = ~mask if self._reader.replies else None
         seen = starts if self._apart else None
         return TokenSet(tokens, scored, np.asarray(source_of), tuple(sources), prompt, seen)
 
-    def _pack(self, sections: Iterator[Section], wanted: int, first_scored: int) -> list[_Sequence]:
-        """Join unused sections and cut them into sequences, keeping those with a scored token."""
-        packed: list[_Sequence] = []
-        tokens, mask, begins = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.bool_)
-        for section in sections:
-            digest = hashlib.sha256(section.tokens.tobytes()).digest()
-            if digest in self._used or self._seen.covers(section.tokens):
-                continue
-            if any(sketch.covers(section.tokens) for sketch in self._calibrated):
+    def _too_little(self, reading: SourceReading, found: int, wanted: int) -> DataError:
+        source, purpose, aside = reading.source, reading.purpose, reading.aside
+        if aside and not reading.used:
+            whole = "only document is" if aside == 1 else f"{aside} documents are"
+            return DataError(
+                f"{source}: its {whole} set aside for evaluation, and none may be in both sets; expected --evaluation"
+                f" FILE with other text, or more documents ({reading})"
+            )
+        apart = f", or longer documents: the first {self._first_scored} tokens of each don't count"
+        return DataError(
+            f"{source}: gives {found} {purpose} sequences of {self._seq_len} tokens, {wanted} were asked for"
+            f" ({reading}); expected more text, a shorter --seq-len or fewer sequences"
+            + (", or --evaluation FILE with other text" if aside else apart if self._apart else "")
+        )
+
+    def _sections(self, source: str, seed: int, purpose: Purpose, count: int) -> Iterator[tuple[int, Section]]:
+        """Yield sections that no set has, each with the number of its document, in the order of their use."""
+        used = self._held_out if purpose == "evaluation" else self._used
+        if purpose != "evaluation" or source not in self._both:
+            yield from in_turn(self._documents(source, seed, purpose, used, used))
+            return
+        left: list[Document] = []
+        documents = self._documents(source, seed, purpose, used, Seen())
+        yield from in_turn(_taken(every_second(documents, left), used))
+        if not isinstance(count, Wish):
+            yield from in_turn(_taken(left, used))
+
+    def _documents(self, source: str, seed: int, purpose: Purpose, used: Seen, read: Seen) -> Iterator[Document]:
+        """Yield the documents of a source without sections that are in `used`, `read` or the evaluation set.
+
+        `read` remembers all of them.
+        """
+        also = self._held_out if purpose != "evaluation" else Seen()
+        aside = _meets(source, self._evaluation)
+        whole = 1 if _meets(source, self._both) else WHOLE  # so that few documents suffice for two sets
+        for number, sections in enumerate(self._reader.documents(source, seed, purpose, whole)):
+            reading = self._reader.readings[-1]
+            repeated, held_out, new = False, False, list[Section]()
+            for section in sections:
+                if section.tokens in read or section.tokens in used:
+                    repeated = True
+                    continue
+                read.add(section.tokens)
+                if section.tokens in also:
+                    held_out = True
+                else:
+                    new.append(section)
+            reading.repeats += repeated
+            reading.aside += held_out and aside
+            reading.held_out += held_out and not aside
+            if any(sketch.covers(section.tokens) for section in sections for sketch in self._calibrated):
                 self.left_out += 1
-                continue
-            self._used.add(digest)
-            self._seen.add(section.tokens)
-            tokens, mask = np.concatenate([tokens, section.tokens]), np.concatenate([mask, section.mask])
-            begins = np.concatenate([begins, self._apart & (np.arange(len(section.tokens)) == 0)])
-            while len(tokens) >= self._seq_len:
-                own, rest = slice(self._seq_len), slice(self._seq_len, None)
-                place = np.arange(self._seq_len, dtype=np.int32)
-                starts = np.maximum.accumulate(np.where(begins[own], place, np.int32(0)))
-                scored = mask[own] & (place - starts >= first_scored)
+            elif new:
+                yield Document(number, new)
+
+    def _pack(self, sections: Iterator[tuple[int, Section]], wanted: int, first_scored: int) -> list[_Sequence]:
+        """Return sequences with a scored token: sections of this length, and others joined and cut."""
+        packed: list[_Sequence] = []
+        size, place = self._seq_len, np.arange(self._seq_len, dtype=np.int32)
+        left = np.empty(0, _TOKEN)
+        for number, section in sections:
+            rows = np.zeros(len(section.tokens), _TOKEN)
+            rows["token"], rows["counts"], rows["document"] = section.tokens, section.mask, number
+            rows["begins"][:1] = self._apart
+            if len(rows) != size:
+                rows = np.concatenate([left, rows])
+                left = rows[len(rows) // size * size :]
+            for start in range(0, len(rows) - size + 1, size):
+                own = rows[start : start + size]
+                starts = np.maximum.accumulate(np.where(own["begins"], place, np.int32(0)))
+                scored = own["counts"] & (place - starts >= first_scored)
                 if scored.any():
-                    packed.append(_Sequence(tokens[own], mask[own], scored, starts))
-                tokens, mask, begins = tokens[rest], mask[rest], begins[rest]
+                    packed.append(_Sequence(own["token"], own["counts"], scored, starts, own["document"]))
                 if len(packed) == wanted:
                     return packed
         return packed
+
+
+def _taken(documents: Iterable[Document], used: Seen) -> Iterator[Document]:
+    """Yield documents, and remember that they are used."""
+    for document in documents:
+        for section in document.sections:
+            used.add(section.tokens)
+        yield document
+
+
+def _meets(source: str, others: Sequence[str]) -> bool:
+    """Return true if a source is one of `others`, or one of both is a file or folder in the other."""
+    if source in others:
+        return True
+    if not _exists(source):
+        return False
+    own, *rest = (Path(name).resolve() for name in (source, *others) if _exists(name))
+    return any(own.is_relative_to(other) or other.is_relative_to(own) for other in rest)

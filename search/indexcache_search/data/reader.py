@@ -19,15 +19,20 @@ from indexcache_search.data.sources import rows
 from indexcache_search.data.templates import AS_THEY_ARE, ChatTemplate, RowOptions
 from indexcache_search.errors import DataError, RowError
 
-SECTION_SEQUENCES = 4  # longer documents are cut
+WHOLE = 5  # sequences that a document may fill uncut, by default
 
 
 @dataclass
 class SourceReading:
-    """Counts of the rows read so far from one source for one purpose.
+    """Counts of the rows read so far from one source for one purpose. A row is a document.
 
     Attributes:
         rows: number of rows understood, by shape.
+        repeats: number of rows of which all or a part repeats others that were read, and is left out.
+        held_out: number of rows of which all or a part is in the evaluation set, which another source gave.
+        aside: number of rows set aside for the evaluation set, which this source gave.
+        used: number of rows of which the set holds tokens.
+        remarks: what the user should know about the set.
         unread: columns that were ignored.
         bad: skipped rows, each with the reason.
         tokens: number of tokens in those rows.
@@ -40,6 +45,11 @@ class SourceReading:
     source: str
     purpose: str
     rows: Counter[str] = field(default_factory=Counter)
+    repeats: int = 0
+    held_out: int = 0
+    aside: int = 0
+    used: int = 0
+    remarks: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     bad: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -50,7 +60,33 @@ class SourceReading:
 
     def __str__(self) -> str:
         skipped = f", bad ones skipped: {len(self.bad)}" if self.bad else ""
-        return f"rows read: {self.rows.total()}{skipped}; tokens: {self.tokens}, of which count: {self.counted}"
+        kinds = {
+            "repeat others": self.repeats,
+            "are in the evaluation set, too": self.held_out,
+            "are set aside for evaluation": self.aside,
+        }
+        left_out = "".join(f", {number} {what}" for what, number in kinds.items() if number)
+        return (
+            f"rows read: {self.rows.total()}{left_out}{skipped}; tokens: {self.tokens}, of which count: {self.counted}"
+        )
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Notes for the user, one line each."""
+        if self.bad:
+            more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
+            yield f"skipped {self.bad[0]}{more}"
+        if self.taken_apart:
+            yield (
+                f"{self.source}: the chat template writes earlier turns otherwise once others follow: each reply is a"
+                " text of its own, with what came before it (--rows turns)"
+            )
+        yield from (f"{self.source}: {remark}" for remark in self.remarks)
+        read = f"of {self.rows.total()} {self.purpose} rows read"
+        if self.repeats:
+            yield f"{self.source}: {self.repeats} {read} repeat others, wholly or in part; what repeats counts once"
+        if self.held_out:
+            yield f"{self.source}: {self.held_out} {read} are in the evaluation set, too, and are left out"
 
 
 class TokenReader:
@@ -59,7 +95,7 @@ class TokenReader:
     Args:
         load_tokenizer: called once, at the first row of text.
         vocab_size: upper bound of token ids, exclusive.
-        seq_len: sections are cut into multiples of it.
+        seq_len: tokens of a sequence; long documents are cut into sections of it.
         replies: if true, only the assistant's tokens of a conversation count, and all others are a prompt.
         options: how to interpret rows.
 
@@ -100,32 +136,27 @@ class TokenReader:
         """Notes for the user, one line each."""
         notes = dict(self._notes)
         for reading in self.readings:
-            if reading.bad:
-                more = f" and {len(reading.bad) - 1} more" if len(reading.bad) > 1 else ""
-                notes[f"skipped {reading.bad[0]}{more}"] = None
-            if reading.taken_apart:
-                notes[
-                    f"{reading.source}: the chat template writes earlier turns otherwise once others follow: each reply"
-                    " is a text of its own, with what came before it (--rows turns)"
-                ] = None
+            notes |= dict.fromkeys(reading.notes)
         if self.readings and not any(reading.conversations for reading in self.readings):
             unused = ["--rows chat_template"] if self._options.chat_template is not None else []
             unused += ["--rows turns"] if self._options.turns != "auto" else []
             notes |= dict.fromkeys(f"{flag} changed no row: none is a conversation" for flag in unused)
         return tuple(notes)
 
-    def sections(self, source: str, seed: int, purpose: str = "") -> Iterator[Section]:
-        """Yield the sections of `source`, its documents shuffled by `seed`.
+    def documents(self, source: str, seed: int, purpose: str = "", whole: int = WHOLE) -> Iterator[list[Section]]:
+        """Yield the documents of `source`, shuffled by `seed`, each as its sections.
+
+        A document is one section, or sections of a sequence each if it would fill more than `whole` of them.
 
         Args:
             source: see `sources.rows`.
             seed: seed of the order.
-            purpose: use of the sections, for reports.
+            purpose: use of the documents, for reports.
+            whole: sequences that a document may fill uncut.
 
         Raises:
             DataError: if the source can't be found or read, or has more bad rows than may be skipped.
         """
-        size = SECTION_SEQUENCES * self._seq_len
         reading = SourceReading(source, purpose)
         self.readings.append(reading)
         for place, record in rows(source, seed, lambda note: self._notes.setdefault(note)):
@@ -140,9 +171,9 @@ class TokenReader:
                 continue
             except DataError as error:
                 raise DataError(f"{place}: {error}") from None
-            for start in range(0, len(document.tokens), size):
-                block = slice(start, start + size)
-                yield Section(document.tokens[block], document.mask[block])
+            size = self._seq_len if len(document.tokens) > whole * self._seq_len else len(document.tokens)
+            cuts = [slice(start, start + size) for start in range(0, len(document.tokens), size or 1)]
+            yield [Section(document.tokens[cut], document.mask[cut]) for cut in cuts]
 
     def _encode(self, record: Record, reading: SourceReading) -> Section:
         if isinstance(record, RowError):
@@ -151,6 +182,8 @@ class TokenReader:
         content = shape.read(record)
         if isinstance(content, Section):
             texts, tokens, mask = [], content.tokens, content.mask
+            if content.written and not self.replies:
+                mask = np.ones_like(mask)
         else:
             texts = self._texts(content, reading)
             tokens, mask = (np.concatenate(parts) for parts in zip(*map(self._tokenized, texts), strict=True))

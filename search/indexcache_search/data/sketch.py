@@ -8,6 +8,7 @@ documents").
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -78,6 +79,26 @@ class Sketch:
             raise ValueError("found a part of a hash")
         hashes = {int.from_bytes(content[at : at + size], "big") for at in range(0, len(content), size)}
         return cls._lowest(hashes, IN_A_FILE)
+
+
+class Seen:
+    """Text that was used: the digests of its pieces, and a sketch of it, so that it is known however it is cut."""
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+        self._sketch = Sketch()
+
+    def __contains__(self, tokens: NDArray[Any]) -> bool:
+        return _digest(tokens) in self._digests or self._sketch.covers(tokens)
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Remember a piece of text."""
+        self._digests.add(_digest(tokens))
+        self._sketch.add(tokens)
+
+
+def _digest(tokens: NDArray[Any]) -> bytes:
+    return hashlib.sha256(tokens.tobytes()).digest()
 
 
 def _hashes(tokens: NDArray[Any]) -> NDArray[np.uint64]:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from indexcache_search import demo
 from indexcache_search.data.folders import data_files
 from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
+from indexcache_search.data.request_log import FLAGS
 from indexcache_search.errors import DataError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.errors import one_line
@@ -33,7 +35,8 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
     """
     if (url := _URL.match(source)) is not None:  # it may hold a password
         raise DataError(f"{url.group()}...: found a URL, expected a file, folder or hub id; download it first")
-    from datasets import IterableDataset, load_dataset  # takes seconds to import
+    from datasets import load_dataset  # takes seconds to import
+    from datasets.io.generator import GeneratorDatasetInputStream
 
     where = "can't be read"
     try:
@@ -46,9 +49,12 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
             for number, row in enumerate(shuffled, 1):
                 yield f"{source}: row {number} of those read", table_row(row)
             return
-        local = IterableDataset.from_generator(partial(_read_all), gen_kwargs={"files": list(map(str, files))})
-        for row in local.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
-            yield row["place"], row["record"]
+        with TemporaryDirectory(prefix="indexcache-") as cache:  # the default is in a home folder that may be read-only
+            stream = GeneratorDatasetInputStream(
+                partial(_read_all), cache_dir=cache, streaming=True, gen_kwargs={"files": list(map(str, files))}
+            )
+            for row in stream.read().shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
+                yield row["place"], row["record"]
     except IndexCacheError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
@@ -66,6 +72,10 @@ def _files(source: str, notice: Callable[[str], None]) -> list[Path] | None:
     if path.exists():
         if not path.is_file():
             raise DataError(f"{source}: not a regular file")
+        if path.suffix.lower() in (".pkl", ".pickle"):  # what SGLang dumps, too
+            raise DataError(
+                f"{source}: is a pickle, which may run code; expected SGLang's log with {FLAGS}, or {ENDINGS}"
+            )
         if kind_of(path) is None:
             raise DataError(f"{source}: ending is {path.suffix or 'missing'}, expected {ENDINGS}")
         return [path]

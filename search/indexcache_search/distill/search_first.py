@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from indexcache_search.data.packing import Wish
 from indexcache_search.distill import run as training
 from indexcache_search.distill.dense_mla import DenseStart
 from indexcache_search.distill.settings import DistillSettings, TrainingRuntime
@@ -30,7 +31,7 @@ from sglang_indexcache.command_line import error_context
 from sglang_indexcache.pattern import Pattern
 
 ALL_LAYERS, SEARCH, TRAINED = "all-layers", "search", "trained"  # folders in the output folder
-_SEQUENCES = 32  # of a search
+_SEQUENCES = Wish(32)  # of a search
 _ONE_BY_ONE = (
     "indexcache-distill --pattern uniform@1, indexcache-search on its model, and indexcache-distill with the pattern,"
     " one after the other"

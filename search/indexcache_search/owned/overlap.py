@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from indexcache_search.errors import FolderError
 
+_VARIABLE = re.compile(r"\$[{(A-Za-z_]")
 _exists = os.path.exists  # unlike `Path.exists`, false for what is no valid path
 
 
 def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mapping[str, Iterable[str]]) -> None:
     """Check that no folder that is read and none that is written contain each other, and that no file is both.
 
-    Paths are resolved, including links and `..`.
+    What is written has no `~` or variable in its name, which a shell left there. Paths are resolved, including links
+    and `..`.
 
     Args:
         writes: output options and their folders.
@@ -24,6 +27,9 @@ def check_apart(writes: Mapping[str, Path], names: Iterable[Path], reads: Mappin
     Raises:
         FolderError: if paths overlap; it names both options.
     """
+    for option, folder in writes.items():
+        if folder.parts[:1] and (folder.parts[0].startswith("~") or _VARIABLE.search(str(folder))):
+            raise FolderError(f"{option} is {folder}, where ~ or $ was not written out; expected a whole path")
     own = list(names)
     for option, texts in reads.items():
         for text in texts:

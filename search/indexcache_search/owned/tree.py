@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from indexcache_search.errors import FolderError
+from indexcache_search.owned.exchange import exchange
 from indexcache_search.owned.folder import checked_mark
 from indexcache_search.owned.lock import LOCK
 from indexcache_search.owned.mark import Holds, Mark, digest_of, unmarked
@@ -26,6 +27,7 @@ def is_whole(folder: Path, command: str) -> bool:
     Raises:
         FolderError: if it exists but `command` did not write it.
     """
+    _put_back(folder)
     mark = _mark(folder, command)
     return mark is not None and all(
         (folder / name).is_file() and digest_of(folder / name) in (digests or ())
@@ -53,26 +55,53 @@ def check_ours(folder: Path, command: str) -> None:
 def replaced(folder: Path, work: Path, command: str) -> Iterator[Path]:
     """Yield an empty folder to fill; replace `folder` with it if the `with` block succeeds.
 
+    Whenever this ends, by a kill too, the old folder or the new one is there, and whole.
+
     Args:
-        folder: the target, whose own older version is removed.
+        folder: the target, whose own older version is removed once the new one stands.
         work: an own folder on the same file system, for the new version.
         command: the command that writes.
 
     Raises:
         FolderError: if `folder` holds anything that `command` did not write.
     """
+    _put_back(folder)
     check_ours(folder, command)
+    before = _before(folder)
     unfinished = work / f"unfinished-{uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         files: dict[str, list[str] | None] = {name: [digest_of(path)] for path, name in _files(unfinished)}
         Mark(command=command, holds="model", files=files).write(unfinished)
-        discard(folder, work, command)
-        unfinished.rename(folder)
+        check_ours(folder, command)
+        if not folder.exists():
+            unfinished.rename(folder)
+        elif exchange(unfinished, folder):
+            shutil.rmtree(unfinished)  # the old one now
+        else:
+            discard(before, work, command)
+            folder.rename(before)
+            try:
+                unfinished.rename(folder)
+            finally:
+                _put_back(folder)
+            discard(before, work, command)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _put_back(folder: Path) -> None:
+    """Put back an own folder that a killed exchange had moved away."""
+    before = _before(folder)
+    if not os.path.lexists(folder) and before.is_dir() and Mark.read(before) is not None:
+        before.rename(folder)
+
+
+def _before(folder: Path) -> Path:
+    """Return where the old folder is while the new one takes its place, if both can't be exchanged in one step."""
+    return folder.with_name(f".{folder.name}.before")
 
 
 def discard(folder: Path, work: Path, command: str) -> None:

@@ -258,7 +258,7 @@ def token_sets(
     replies = description.dense
     reader = TokenReader(lambda: load_tokenizer(model), config.vocab_size, seq_len, replies, data.rows)
     packer = Packer(reader, description, seq_len)
-    held_out = packer.held_out(data.evaluation, data.num_eval_sequences)
+    held_out = packer.held_out(data.evaluation, data.num_eval_sequences, data.calibration)
     calibration = packer.collect(data.calibration, data.num_sequences, data.seed, "calibration")
     if data.reply is not None:
         calibration, held_out = calibration.ending_in_replies(data.reply), held_out.ending_in_replies(data.reply)

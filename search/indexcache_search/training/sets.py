@@ -109,7 +109,7 @@ def _read(
     vocab_size = read_config(model).vocab_size
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, data.seq_len, replies, data.rows)
     packer = Packer(reader, description, data.seq_len, apart=data.apart)
-    held_out = packer.held_out(data.evaluation, data.num_eval_sequences)
+    held_out = packer.held_out(data.evaluation, data.num_eval_sequences, data.training)
     return reader, packer.collect(data.training, data.num_sequences, seed, "training"), held_out
 
 
