@@ -196,7 +196,7 @@ def evaluate(
     uniform: Annotated[bool, option("Compare with uniform patterns at all phases.")] = True,
     max_increase: Annotated[
         float | None,
-        number("Exit with 1 if a loss rises by more, and two of its standard errors.", Bounds(-1e6, 1e6)),
+        number("Exit with 1 unless every loss is shown to rise by at most this (95 %).", Bounds(-1e6, 1e6)),
     ] = None,
     speed: Annotated[
         SpeedChoice | None,
@@ -252,8 +252,9 @@ def evaluate(
             check(addresses)
         if compares:
             from indexcache_search.compare.candidates import Candidates
-            from indexcache_search.compare.result import rises
             from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.compare.verdict import beyond
+            from indexcache_search.search.progress import warn
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -288,7 +289,11 @@ def evaluate(
             if result is None:
                 return
             show(result, output, results())
-            worse = max_increase is not None and rises(result.held_out.rows) > max_increase
+            if max_increase is not None:
+                failed = beyond(result.held_out.rows, max_increase)
+                worse = bool(failed)
+                for line in failed:
+                    warn(console, f"--max-increase {max_increase:g}: {line}")
         if harness is not None:
             worse |= _falls(model or str(demo.MODEL), addresses, harness, output, console, beside=compares)
         if worse:

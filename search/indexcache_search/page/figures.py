@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, ERRORS
+from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES
 from indexcache_search.page.drawing import BLUE, GREEN, GREY, plain, svg
 from indexcache_search.page.points import Frontier, Point
 from indexcache_search.results.variant import BASELINE, NAMED
@@ -139,8 +139,9 @@ class _Panel:
             return
         low, value, high = place
         loss, colour = self.loss(point), BLUE if point.kind == NAMED else GREY
-        if loss.stderr:
-            ends = [loss.mean - ERRORS * loss.stderr, loss.mean + ERRORS * loss.stderr]
+        if point.kind != BASELINE and loss.margin > 0:
+            bottom, top = self.axes.get_ylim()  # an error that is unknown has a bar over all of the figure
+            ends = [max(loss.low, bottom), min(loss.high, top)]
             self.axes.plot([value, value], ends, color=colour, linewidth=1.2, alpha=0.7, gid=f"{gid}-loss")
         if high > low and self.source is None:
             self.axes.plot([low, high], [loss.mean] * 2, color=colour, linewidth=1.2, alpha=0.5, gid=f"{gid}-speed")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jinja2
 from markupsafe import Markup
 
-from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely
+from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely, lowest
 from indexcache_search.page.figures import Chart, chart
 from indexcache_search.page.points import Frontier, Point
 from indexcache_search.results import tables
@@ -31,6 +31,7 @@ def environment() -> jinja2.Environment:
         "PHASE": PHASE,
         "BASELINE": BASELINE,
         "highest": highest,
+        "lowest": lowest,
         "less_likely": less_likely,
         "infinity": math.inf,
     }
