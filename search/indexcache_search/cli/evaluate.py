@@ -220,7 +220,7 @@ def evaluate(
             " sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
             " limit (documents of a task), fewshot, chat (yes: through the chat template), lengths (of RULER's tasks,"
             " 4096/32768), output_tokens (of a reply), concurrency (requests at once; 1), seed, max_fall (exit with 1"
-            " if a score falls by more, its whole interval).",
+            " if a score is shown to fall by more, corrected for their number).",
             "TASK,...",
         ),
     ] = None,
@@ -303,15 +303,19 @@ def evaluate(
 def _falls(
     model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
 ) -> bool:
-    """Compare on tasks; return true if a score falls by more than is allowed."""
+    """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
     from indexcache_search.harness.lm_eval import Harness
     from indexcache_search.harness.run import FILE, falls, run, table
+    from indexcache_search.search.progress import warn
 
     process.let_work_end()
     result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)
     results().print(table(result))
     results().print(f"Wrote {output / FILE}", soft_wrap=True)
-    return choice.max_fall is not None and falls(result) > choice.max_fall
+    failed = falls(result)
+    for line in failed:
+        warn(console, f"--harness max_fall={choice.max_fall:g}: {line}")
+    return bool(failed)
 
 
 app = application({"indexcache-eval": evaluate}, EPILOG)
