@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
@@ -16,7 +16,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.table import prices_of
+from indexcache_search.prices.pricing import column
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
@@ -99,9 +99,12 @@ class Candidates:
         """Return the sketches of the patterns' calibration texts."""
         return calibrated_on(specs)
 
-    def prices(self, model: ModelLayers) -> Prices | None:
-        """Return the times of layers by which patterns of `model` are compared, where there are such."""
-        return prices_of(model.architecture)
+    def prices(self, model: ModelLayers, notice: Callable[[str], None], named: str | None) -> Prices | None:
+        """Return the times of layers by which patterns of `model` are compared, where there are such.
+
+        `notice` hears why there are none, where a reader would expect them; `named` is a table that was asked for.
+        """
+        return column(model, notice, named)
 
     def compared(
         self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done

@@ -92,8 +92,8 @@ def _mcnemar(fell: int, rose: int) -> float:
 
 def worse_by(scores: Sequence[tuple[float, float]], higher_is_better: bool) -> NDArray[np.float64]:
     """Return by how much each document's score is worse than the baseline's, `[documents]`; of pairs, its own last."""
-    before, after = np.asarray(scores, float).T
-    return before - after if higher_is_better else after - before
+    falls: NDArray[np.float64] = -np.diff(np.asarray(scores, np.float64), axis=1)[:, 0]
+    return falls if higher_is_better else -falls
 
 
 def p_of_fall(worse: NDArray[np.float64], most: float, flips: int = FLIPS) -> float:
