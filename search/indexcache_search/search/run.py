@@ -35,6 +35,7 @@ from indexcache_search.prices.pricing import column
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE
+from indexcache_search.results.words import counted, serving_flags
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.estimate import MINUTE, Estimate, size_of
@@ -370,7 +371,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     for table in speed_table.terminal_tables(result.speed, held_out, out.width):
         out.print(table)
     out.print(
-        f"Cost: {search.evaluations} patterns beside the baseline, {cost.sequences} runs of a sequence,"
+        f"Cost: {counted(search.evaluations, 'pattern')} beside the baseline, {cost.sequences} runs of a sequence,"
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
@@ -383,4 +384,5 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    out.print(f"      {serving(advised, model)}", soft_wrap=True)
+    flags = serving_flags(result.pattern_file.selection)
+    out.print(f"      {serving(advised, model, *flags)}", soft_wrap=True)
