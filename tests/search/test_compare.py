@@ -117,6 +117,9 @@ def test_patterns_are_compared_and_found_worse(model_folder: Path, token_file: P
     shown = f"same: not shown to be worse: the loss rises by at most 0.0000 ({token_file})"
     assert shown in found["findings"] and shown in result.stdout
     assert (tmp_path / "out" / "eval.html").read_text().count("<svg") == 2
+    assert rows["deploy", "1/3"]["served"] == f"--indexcache-pattern {file}@1/3" and "served" not in rows["same", "1"]
+    page = (tmp_path / "out" / "eval.html").read_text()
+    assert "--indexcache-pattern FSSFSS" not in page
     rise = Estimate(**rows["deploy", "1/3"]["increase"])
     assert rise.degrees == 5
     for allowed, code, said in (

@@ -340,3 +340,5 @@ def test_a_served_pattern_is_named_by_the_file_or_by_letters() -> None:
     assert "--indexcache-pattern FFSSFSFS" in result.render(sample_comparison())
     dense = Point(names=("a",), kind="named", pattern="DSDS", full_layers=2, increases={}, speeds={})
     assert spelt(dense) is None
+    given = replace(dense, served="--indexcache-pattern 'my dir/pattern.yaml@1/4' --attention-backend flashinfer")
+    assert spelt(given) == given.served

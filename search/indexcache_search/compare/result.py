@@ -119,6 +119,7 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
     noun = "servers" if held_out.rows[0].pattern is None else "patterns"
     return template.render(
         result=result,
+        noun=noun,
         columns=tables.columns(held_out),
         rows=rows,
         figure=changes_figure(held_out),
