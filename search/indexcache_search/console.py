@@ -33,10 +33,10 @@ def command(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def serving(pattern: object, model: object) -> str:
-    """Return the command that serves `pattern`, a file, on `model`, a folder or hub id."""
+def serving(pattern: object, model: object, *flags: str) -> str:
+    """Return the command that serves `pattern`, a file, on `model`, a folder or hub id, with more flags."""
     launch = ("python", "-m", "sglang_indexcache.launch_server")
-    return command(*launch, "--indexcache-pattern", pattern, "--model-path", model)
+    return command(*launch, "--indexcache-pattern", pattern, "--model-path", model, *flags)
 
 
 @contextmanager

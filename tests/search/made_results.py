@@ -12,8 +12,8 @@ from indexcache_search.results.held_out import ComparisonResult, SearchResult
 from sglang_indexcache import Pattern
 
 
-def estimate(mean: float, stderr: float | None = 0.01) -> dict[str, float | None]:
-    return {"mean": mean, "stderr": stderr}
+def estimate(mean: float, stderr: float | None = 0.01, degrees: int = 1000) -> dict[str, float | None]:
+    return {"mean": mean, "stderr": stderr, "degrees": 0 if stderr is None else degrees}
 
 
 def row(

@@ -172,7 +172,7 @@ def test_the_knapsack_is_exact() -> None:
 
 
 def tiny_settings(**change: Any) -> Settings:
-    given: dict[str, Any] = {"strategy": BudgetSearch(), "prefill": Budget(0.5, 131072), "queries": (4, 8)}
+    given: dict[str, Any] = {"strategy": BudgetSearch(), "prefill": Budget(0.5, 131072, "glm-5-tp8"), "queries": (4, 8)}
     return Settings(retain=(Fraction(1, 2),), **(given | change))
 
 
@@ -180,8 +180,11 @@ def tiny_settings(**change: Any) -> Settings:
     ("change", "message"),
     [
         ({"queries": (16, 64)}, "--prefill: queries of at most 8 were expected, as the model selects"),
-        ({"prefill": Budget(0.1, 131072)}, "--prefill is 0.1, expected at least 0.2"),
-        ({"prefill": Budget(0.5, 1000)}, "1000 tokens have no price in glm-5-tp8, expected 16384 to 131072"),
+        ({"prefill": Budget(0.1, 131072, "glm-5-tp8")}, "--prefill is 0.1, expected at least 0.2"),
+        (
+            {"prefill": Budget(0.5, 1000, "glm-5-tp8")},
+            "1000 tokens have no price in glm-5-tp8, expected 16384",
+        ),
         (
             {"prefill": Budget(0.5, 131072, "none")},
             "prices: none: .*expected a file or one of deepseek-v3.2-tp8, glm-5",
@@ -239,10 +242,16 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
         assert odd.exit_code == 2 and message in odd.output.replace("\n", " "), odd.output
     alone = CliRunner().invoke(app, [*arguments, "--decode", "0.9"])
     assert alone.exit_code == 2 and "--decode needs --prefill" in alone.output
-    arguments += ["--prefill", "0.4@65536:queries=4/8", "--decode", "0.99", "--retain", "1/3"]
+    arguments += ["--prefill", "0.4@65536:queries=4/8,prices=glm-5-tp8", "--decode", "0.99", "--retain", "1/3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "64K: speed of a prompt of as many tokens, by the times of glm-5-tp8 (8 heads" in result.output
+    assert "--prefill: reckoned as glm-5-tp8, which this model is not: 4 attention heads, not 8 a rank" in result.output
+    for name in ("report.html", "README.md"):  # both name the GPU and SGLang of the times
+        page = (tmp_path / "out" / name).read_text()
+        assert "NVIDIA H100 80GB HBM3, SGLang 0.5.17" in page and "which this model is not (4 attention heads" in page
+    refused = CliRunner().invoke(app, [*arguments[:-6], "--prefill", "0.4", "--output", str(tmp_path / "other")])
+    assert refused.exit_code == 2 and "or prices=glm-5-tp8 to reckon by that one all the same" in refused.output
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.search is not None and file.search.prefill is not None
     assert (file.search.prefill.share, file.search.prefill.context) == (0.4, 65536)

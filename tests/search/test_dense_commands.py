@@ -37,6 +37,7 @@ def found(dense_folder: Path, token_file: Path, tmp_path_factory: pytest.TempPat
     output = tmp_path_factory.mktemp("found") / "out"
     result = run(search_app, *options(dense_folder, token_file, output))
     assert result.exit_code == 0, result.output
+    assert result.output.rstrip().endswith(f"--model-path {dense_folder} --attention-backend flashinfer --page-size 4")
     return output
 
 
@@ -50,6 +51,7 @@ def test_a_search_writes_a_file_of_pages(found: Path) -> None:
     assert names == {("baseline", "1"), *wanted}
     assert len(content["shift"][0]) == len(content["recall"]) == LAYERS and "similarity" not in content
     assert "4 pages of 4 tokens" in (found / "report.html").read_text()
+    assert "--attention-backend flashinfer --page-size 4\n" in (found / "README.md").read_text()
 
 
 def test_a_search_with_memory(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
@@ -135,6 +137,11 @@ def test_budgets_side_by_side(found: Path, dense_folder: Path, token_file: Path,
     alone = run(eval_app, *map(str, [*fixed, *named[:2], "--output", tmp_path / "alone", "--no-uniform"]))
     assert alone.exit_code == 0, alone.output
     assert "lazy" in alone.output and "pages" not in alone.output
+    rows = {row["name"]: row for row in json.loads((tmp_path / "alone" / "eval.json").read_text())["held_out"]["rows"]}
+    flags = "--attention-backend flashinfer --page-size 4"
+    assert rows["lazy"]["served"] == f"--indexcache-pattern {found / 'pattern.yaml'}@1/3 {flags}"
+    served = {row["name"] for row in content["held_out"]["rows"] if "served" in row}
+    assert served == {"lazy, 4 pages"}  # the file's own selection; no file has the others
 
 
 def test_plans_without_a_d(dense_folder: Path, token_file: Path, tmp_path: Path) -> None:

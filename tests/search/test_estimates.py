@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ from indexcache_search.evaluation import estimates
 def token_set(source_of: list[int]) -> TokenSet:
     shape = (len(source_of), 4)
     names = tuple(f"s{index}" for index in range(max(source_of) + 1))
-    return TokenSet(np.zeros(shape, np.int32), np.ones(shape, np.bool_), np.asarray(source_of), names)
+    tokens = np.arange(4 * len(source_of), dtype=np.int32).reshape(shape)
+    return TokenSet(tokens, np.ones(shape, np.bool_), np.asarray(source_of), names)
 
 
 def evaluation(losses: list[float], tokens: list[int]) -> Losses:
@@ -57,3 +60,44 @@ def test_differences_are_paired() -> None:
 def test_one_sequence_has_no_standard_error() -> None:
     assert estimates.loss(evaluation([1.0], [2]), token_set([0])).stderr is None
     assert estimates.loss(evaluation([1.0, 2.0, 3.0], [2, 2, 2]), token_set([0, 1, 1])).stderr is None
+
+
+def test_copies_of_a_sequence_are_one_observation() -> None:
+    """A file with its rows twice would seem to know twice as much; all rows the same, everything."""
+    once = token_set([0] * 3)
+    twice = TokenSet(*(np.repeat(item, 2, axis=0) for item in (once.tokens, once.scored, once.source_of)), ("s0",))
+    values, tokens = [10.0, 40.0, 70.0], [10] * 3
+    first = estimates.loss(evaluation(values, tokens), once)
+    second = estimates.loss(evaluation(sorted(values * 2), tokens * 2), twice)
+    assert (second.mean, second.stderr, second.degrees) == (first.mean, pytest.approx(first.stderr), 2)
+    same = TokenSet(*(np.repeat(item[:1], 8, axis=0) for item in (once.tokens, once.scored, once.source_of)), ("s0",))
+    found = estimates.loss(evaluation([50.0] * 8, [10] * 8), same)
+    assert (found.mean, found.stderr, found.low, found.high) == (5.0, None, -math.inf, math.inf)
+
+
+def test_intervals_of_few_sequences_are_students() -> None:
+    found = estimates.loss(evaluation([10.0, 30.0], [10] * 2), token_set([0] * 2))
+    assert (found.mean, found.stderr, found.degrees) == (2.0, pytest.approx(1.0), 1)
+    assert found.high - found.mean == pytest.approx(13.97, abs=0.01) == found.mean - found.low  # two errors of many
+    assert estimates.Estimate(1.0, 0.1).high == math.inf  # as in files from before degrees were written
+
+
+def test_an_interval_of_three_sequences_misses_the_truth_one_time_in_twenty() -> None:
+    """By two standard errors it would miss one time in five."""
+    rng = np.random.default_rng(12)
+    data, tokens, missed, narrow = token_set([0] * 3), [1] * 3, 0, 0
+    for _ in range(2_000):
+        found = estimates.loss(evaluation(rng.normal(1.0, 1.0, 3).tolist(), tokens), data)
+        missed += not found.low <= 1.0 <= found.high
+        narrow += abs(found.mean - 1.0) > 2 * (found.stderr or 0.0)
+    assert missed / 2_000 < 0.06 and narrow / 2_000 > 0.15
+
+
+@pytest.mark.parametrize(("number", "settled"), [(2, False), (5, False), (6, True)])
+def test_equal_values_are_evidence_if_they_are_many(number: int, settled: bool) -> None:
+    """They have no spread, which says nothing of the spread that others would have."""
+    data = token_set([0] * number)
+    lost = estimates.share(np.full(number, -1.0), evaluation([0.0] * number, [8] * number), data)
+    assert (lost.high < 0) == settled and math.isfinite(lost.margin) == settled
+    nothing = estimates.share(np.zeros(number), evaluation([0.0] * number, [8] * number), data)
+    assert (nothing.low, nothing.high) == (0.0, 0.0)

@@ -20,45 +20,10 @@ from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.errors import DataError
 from indexcache_search.harness import lm_eval
 from indexcache_search.harness.lm_eval import Harness, configuration
-from indexcache_search.harness.paired import change
 from indexcache_search.harness.samples import Score, lower_is_better, paired, read_samples
 from sglang_indexcache.http.address import Address
 from tests.search.streaming import StreamingStub
 from tests.search.test_fuzz import mutated, one_line_or
-
-# -- scores
-
-
-def test_scores_that_are_equal_have_no_interval() -> None:
-    found = change([1, 0, 1], [1, 0, 1])
-    assert (found.change, found.low, found.high, found.fell, found.rose, found.p_value) == (0, 0, 0, 0, 0, 1)
-
-
-def test_mcnemars_test_is_exact() -> None:
-    found = change([1] * 10 + [0] * 2, [0] * 7 + [1] * 3 + [1, 0])
-    assert (found.documents, found.fell, found.rose) == (12, 7, 1)
-    assert found.p_value == pytest.approx(2 * (1 + 8) / 2**8)
-    assert found.change == pytest.approx(-0.5) and found.low < -0.5 < found.high <= 0
-
-
-def test_scores_between_0_and_1_have_an_interval_and_no_mcnemar() -> None:
-    rng = np.random.default_rng(3)
-    before = rng.uniform(size=400)
-    found = change(before.tolist(), (before + rng.normal(0.1, 0.2, 400)).tolist())
-    error = 0.2 / 20
-    assert found.p_value is None
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-
-
-def test_an_interval_covers_the_true_change_as_often_as_it_says() -> None:
-    rng, covered = np.random.default_rng(4), 0
-    for _ in range(100):
-        before = (rng.uniform(size=80) < 0.8).astype(float)
-        after = np.where(rng.uniform(size=80) < 0.25, 0.0, before)  # a fall of 0.2
-        found = change(before.tolist(), after.tolist())
-        covered += found.low <= -0.2 <= found.high
-    assert covered >= 88
-
 
 # -- files of lm-eval
 
@@ -250,8 +215,24 @@ def test_a_key_of_another_server_is_not_sent(
 def test_a_fall_beyond_what_is_allowed_ends_with_1(
     urls: list[str], seen: Path, tmp_path: Path, most: float, code: int
 ) -> None:
-    assert run(urls, tmp_path, f"a:max_fall={most}").exit_code == code
+    done = run(urls, tmp_path, f"a:max_fall={most}")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("--harness")]
+    assert done.exit_code == code == bool(lines), done.output
+    assert [f"max_fall={most:g}: {urls[1]}: a acc: worse by 0.500 (p " in line for line in lines[:1]] == [True] * code
+    rows = json.loads((tmp_path / "out" / "harness.json").read_text())["rows"]
+    assert all((row["p_fall"] <= 0.05) == bool(code) for row in rows) and "p of a fall" in done.stdout
     assert run([urls[0], urls[0]], tmp_path, "a:max_fall=0").exit_code == 0
+
+
+def test_a_gate_that_no_fall_could_close_does_not_pass(
+    urls: list[str], seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexcache_search.harness.run.fewest_documents", lambda scores: 41)
+    done = run([urls[0], urls[0]], tmp_path, "a:max_fall=0.01")
+    assert done.exit_code == 1
+    said = "a acc: not settled: of 40 documents no fall would show among 2 scores; expected at least 41"
+    assert said in done.stderr
+    assert run([urls[0], urls[0]], tmp_path, "a").exit_code == 0
 
 
 def test_one_run_file_has_held_out_data_speed_and_tasks(seen: Path, tmp_path: Path) -> None:

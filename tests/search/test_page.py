@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +39,8 @@ def frontier_of(content: dict[str, Any]) -> Frontier:
 
 
 def point(name: str, loss: float, speed: float, stderr: float | None = 0.01, kind: Kind = "named") -> Point:
-    increases = {"easy": Estimate(loss / 2, stderr), "hard": Estimate(loss, stderr)}
+    degrees = 0 if stderr is None else 1000
+    increases = {"easy": Estimate(loss / 2, stderr, degrees), "hard": Estimate(loss, stderr, degrees)}
     speeds = {1024: Speed(speed, speed, speed)}
     return Point(names=(name,), kind=kind, pattern=name, full_layers=4, increases=increases, speeds=speeds)
 
@@ -173,6 +176,40 @@ def test_an_unknown_error_does_not_settle_anything() -> None:
     assert "its error is unknown" in section(points, spelt)
 
 
+def test_of_two_sequences_hardly_anything_is_settled() -> None:
+    """0.02 and two errors of 0.02 is within 0.1; with one degree of freedom it is 14 errors."""
+    few = dict.fromkeys(("easy", "hard"), Estimate(0.02, 0.02, 1))
+    points = frontier(replace(point("a", 0.02, 1.5), increases=few))
+    assert choose(points, 1024, 0.1).unsettled and not choose(points, 1024, 0.5).unsettled
+    page = section(points, spelt)
+    assert "Take this one: a" in page and "the loss may be 0.299, above 0.1" in page
+    assert "the loss may be" not in section(frontier(point("a", 0.02, 1.5, 0.02)), spelt).partition("frontier-data")[0]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"), [(0.03, "b may lose as little as 0.060, within 0.1"), (None, "the error of b is unknown")]
+)
+def test_that_none_is_to_be_taken_may_be_open(stderr: float | None, said: str) -> None:
+    points = frontier(point("a", 0.5, 1.5), point("b", 0.12, 1.2, stderr))
+    advice = choose(points, 1024, 0.1)
+    assert advice.point is None and advice.unsettled and advice.possible is not None and advice.possible.name == "b"
+    page = section(points, spelt).partition("frontier-data")[0]
+    assert "Take none of these" in page and "Not settled" in page and said in page
+    sure = section(frontier(point("a", 0.5, 1.5), point("b", 0.12, 1.2, 0.005)), spelt)
+    assert "Take none of these" in sure and "Not settled" not in sure.partition("frontier-data")[0]
+
+
+def test_a_bar_is_where_the_loss_may_be() -> None:
+    """Student's interval, cut off at the figure; over all of it where nothing is known."""
+    heights = []
+    for estimate in (Estimate(0.05, 0.001, 1000), Estimate(0.05, 0.001, 1), Estimate(0.05, None)):
+        drawn = str(chart(frontier(replace(point("a", 0.05, 1.5), increases={"easy": estimate, "hard": estimate}))).svg)
+        path = re.search(r'id="frontier-1-loss">\s*<path d="M [\d.]+ ([\d.]+)\s*L [\d.]+ ([\d.]+)', drawn)
+        assert path is not None
+        heights.append(abs(float(path[1]) - float(path[2])))
+    assert heights[0] < heights[1] < heights[2] and heights[2] == pytest.approx(330 - 8 - 44, abs=1)
+
+
 def test_what_a_loss_means_is_said_in_likelihoods() -> None:
     assert [less_likely(nats) for nats in ALLOWANCES] == ["1 %", "2 %", "5 %", "10 %", "18 %", "39 %"]
 
@@ -303,3 +340,5 @@ def test_a_served_pattern_is_named_by_the_file_or_by_letters() -> None:
     assert "--indexcache-pattern FFSSFSFS" in result.render(sample_comparison())
     dense = Point(names=("a",), kind="named", pattern="DSDS", full_layers=2, increases={}, speeds={})
     assert spelt(dense) is None
+    given = replace(dense, served="--indexcache-pattern 'my dir/pattern.yaml@1/4' --attention-backend flashinfer")
+    assert spelt(given) == given.served

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from indexcache_search import demo
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.table import BY_ARCHITECTURE, TABLES, PriceTable, known, prices_of
-from indexcache_search.search.settings import BLOCKS
+from indexcache_search.hf.loading import describe_model
+from indexcache_search.prices.pricing import BY_ARCHITECTURE, column, priced, table_of
+from indexcache_search.prices.table import TABLES, PriceTable, known
+from indexcache_search.search.settings import BLOCKS, Budget
+from indexcache_search.speed.estimate import prices_at
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prices import of_all_kinds
-from sglang_indexcache import Pattern
+from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.families import describe
 
 
 @pytest.mark.parametrize("name", known())
@@ -53,9 +59,66 @@ def test_contexts_between_the_measured_ones_follow_a_power_law() -> None:
             table.at(context)
 
 
-def test_models_have_the_prices_of_their_architecture() -> None:
-    assert {name: prices.table for name in BY_ARCHITECTURE if (prices := prices_of(name))} == BY_ARCHITECTURE
-    assert prices_of("DeepseekV4ForCausalLM") is None
+# -- which table prices a model
+
+
+def described(architecture: str, **changes: Any) -> ModelLayers:
+    """A model that has the shape of its architecture, but for `changes`."""
+    return describe(
+        {"architectures": [architecture], "num_hidden_layers": 12, "index_topk": 2048, **changes}, "a/model"
+    )
+
+
+def ignored(line: str) -> None:
+    raise AssertionError(line)
+
+
+@pytest.mark.parametrize("architecture", BY_ARCHITECTURE)
+def test_models_of_a_known_shape_have_the_prices_of_their_architecture(architecture: str) -> None:
+    prices = column(described(architecture), ignored)
+    assert prices is not None and prices.table == BY_ARCHITECTURE[architecture] and not prices.unlike
+    assert "H100" in prices.words and "SGLang 0.5.17" in prices.words and "index_topk 2048" in prices.words
+    smaller = described(architecture, num_attention_heads=16)  # a rank of others, which has them on fewer GPUs
+    assert column(smaller, ignored) == prices
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"index_topk": 8}, "index_topk 8, not 2048"),
+        ({"index_n_heads": 64}, "index_n_heads 64, not 32"),
+        ({"num_attention_heads": 20}, "20 attention heads, not 8 a rank"),
+        ({"index_head_dim": 64}, "index_head_dim 64, not 128"),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, "kv_lora_rank 256, not 512, qk_rope_head_dim 32, not 64"),
+    ],
+)
+def test_a_model_of_another_shape_has_no_prices_unless_they_are_named(change: dict[str, Any], said: str) -> None:
+    """A model of 6 layers and index_topk 8 had GLM-5's times without a word."""
+    model, lines = described("GlmMoeDsaForCausalLM", **change), list[str]()
+    assert column(model, lines.append) is None
+    [line] = lines
+    assert said in line and "the times of glm-5-tp8 (8 heads a rank" in line and "those of a/model" in line
+    assert "expected prices=FILE, a table of its shape, or prices=glm-5-tp8" in line
+    for refused in (lambda: prices_at(model, [16384], None), lambda: Budget(0.5, 131072).prices(model)):
+        with pytest.raises(SearchError, match=f"those of a/model, which has {said}"):
+            refused()
+    for prices in (prices_at(model, [16384], "glm-5-tp8")[0], Budget(0.5, 131072, "glm-5-tp8").prices(model)):
+        assert prices.unlike == said and prices.words.endswith(f", which this model is not ({said})")
+
+
+def test_the_demo_stands_in_for_models_of_a_table() -> None:
+    """Also as a copy, and with other numbers in its name: it is known by its config.json."""
+    model = describe_model(str(demo.MODEL))
+    prices = column(replace(model, name="a copy"), ignored)
+    assert prices is not None and prices.table == demo.PRICED_AS
+    assert "which this model is not (4 attention heads, not 8 a rank, index_n_heads 8, not 32" in prices.words
+    table = table_of(model)
+    assert table is not None and priced(model, table, 16384).unlike == prices.unlike
+
+
+def test_models_of_other_architectures_have_none() -> None:
+    model = describe_model(str(demo.MODEL))
+    assert table_of(replace(model, architecture="DeepseekV4ForCausalLM", config_sha256="")) is None
 
 
 @pytest.mark.parametrize(

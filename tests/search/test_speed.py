@@ -25,6 +25,7 @@ from indexcache_search.speed.servers import check
 from indexcache_search.speed.turns import Load, Prompts, Timed, interval, measured
 from sglang_indexcache import Pattern
 from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.families import describe
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.redaction import KEY_VARIABLE
 from tests.search.streaming import Events, StreamingStub, tokens_of
@@ -210,11 +211,13 @@ def test_answers_that_are_no_measurement(stubs: list[StreamingStub], events: Any
 
 # -- estimates
 
+GLM_5 = describe({"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4, "index_topk": 2048}, "GLM-5")
+
 
 def test_an_estimate_is_the_sum_of_the_layers_in_the_table() -> None:
     table = PriceTable.load("glm-5-tp8")
     lines = [Variant.baseline(Pattern("FFFF")), Variant(NAMED, "a", None, Pattern("FSSS"))]
-    native, row = estimated(lines, prices_at("GlmMoeDsaForCausalLM", [131072], None))
+    native, row = estimated(lines, prices_at(GLM_5, [131072], None))
     rest, full, shared = (
         values[-1] for values in (table.prompt.rest_ms, table.prompt.full_ms[1], table.prompt.shared_ms[1])
     )
@@ -228,14 +231,14 @@ def test_an_estimate_is_the_sum_of_the_layers_in_the_table() -> None:
 
 def test_what_has_no_price_has_no_estimate() -> None:
     lines = [Variant.baseline(Pattern("FFFF")), Variant(NAMED, "a", None, Pattern.parse("FSSS+0q64"))]
-    [prices] = prices_at("", [16384], "glm-5-dp")
+    [prices] = prices_at(GLM_5, [16384], "glm-5-dp")
     assert [row.name for row in estimated(lines, [prices])] == ["baseline", "a"]
     without = replace(prices, full={1: prices.full[1]})
     assert [row.name for row in estimated(lines, [without])] == ["baseline"]
     with pytest.raises(SearchError, match="no prices are known for DeepseekV4ForCausalLM, expected prices="):
-        prices_at("DeepseekV4ForCausalLM", [16384], None)
+        prices_at(replace(GLM_5, architecture="DeepseekV4ForCausalLM"), [16384], None)
     with pytest.raises(SearchError, match="8192 tokens have no price in glm-5-tp8, expected 16384 to 131072"):
-        prices_at("GlmMoeDsaForCausalLM", [8192], None)
+        prices_at(GLM_5, [8192], None)
 
 
 # -- indexcache-eval
@@ -322,6 +325,8 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
     ]
     assert {row.source for row in rows} == {"estimated"} and all("deepseek-v3.2-tp8" in row.basis for row in rows)
     assert "Speed beside loss: estimated; times of 6 layers of deepseek-v3.2-tp8" in result.stdout
+    assert "--speed: reckoned as deepseek-v3.2-tp8, which this model is not: 4 attention heads" in result.stderr
+    assert "128K: speed of a prompt of as many tokens, by the times of deepseek-v3.2-tp8" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -337,6 +342,7 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
         (["--speed", "32768:turns=4"], "turns: found 4, expected 5 to 1000"),
         (["--speed", "8192:prices=glm-5-tp8"], "8192 tokens have no price in glm-5-tp8, expected 16384 to 131072"),
         (["--speed", "32768:prices=nowhere"], "prices: nowhere"),
+        (["--speed", "32768"], "the times of glm-5-tp8 (8 heads a rank, 32 index heads, index_topk 2048, bfloat16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from indexcache_search.data.tokens import TokenSet, growing_shares
 from indexcache_search.engines.base import Evaluation
+from indexcache_search.evaluation.estimates import student
 from indexcache_search.evaluation.evaluator import Evaluator
-from indexcache_search.evaluation.judge import Judge, student
+from indexcache_search.evaluation.judge import Judge
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.dynamic_program import cheapest_segments
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
@@ -71,7 +72,7 @@ class TableEngine:
 
 
 def token_set(sequences: int = 16, sources: int = 1) -> TokenSet:
-    tokens = np.zeros((sequences, 1), np.int32)
+    tokens = np.arange(sequences, dtype=np.int32)[:, None]
     names = tuple(map(str, range(sources)))
     return TokenSet(tokens, np.ones_like(tokens, bool), np.arange(sequences) % sources, names)
 

@@ -67,7 +67,7 @@ VARIANTS = {
     "lazy, 2 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=2)),
     "lazy, 3 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=3)),
     "lazy + swaps": Settings(retain=EVERYTHING, strategy=Lazy(swaps=16)),
-    "lazy, in time": Settings(retain=EVERYTHING, strategy=BudgetSearch(), prefill=Budget(0.37, 131072)),
+    "lazy, in time": Settings(retain=EVERYTHING, strategy=BudgetSearch(), prefill=Budget(0.37, 131072, "glm-5-tp8")),
     "greedy + swaps": Settings(retain=EVERYTHING, strategy=Greedy(swaps=32)),
     "exhaustive": Settings(retain=EVERYTHING, strategy=Exhaustive()),
 }
@@ -329,7 +329,7 @@ def main() -> None:
         take_options_of_runs(options)
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
     time = TimeShare.parse(options.prefill)
-    budget = Budget(time.share, time.context)
+    budget = Budget(time.share, time.context, "glm-5-tp8")
     in_time = any(VARIANTS[name].prefill for name in options.strategies.split(";"))
     columns = (*retain, *([_column(budget)] if in_time else []))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}

@@ -131,7 +131,7 @@ def table(
         "date": datetime.now(UTC).date().isoformat(),
         "heads": config["num_attention_heads"],
         "index_heads": config["index_n_heads"],
-        "index_topk": config["index_topk"],
+        **{key: config[key] for key in ("index_topk", "index_head_dim", "kv_lora_rank", "qk_rope_head_dim")},
         "kv_cache_dtype": engine["kv_cache_dtype"],
         "chunk": chunk,
         "layers": layers,

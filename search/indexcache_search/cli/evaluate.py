@@ -196,7 +196,7 @@ def evaluate(
     uniform: Annotated[bool, option("Compare with uniform patterns at all phases.")] = True,
     max_increase: Annotated[
         float | None,
-        number("Exit with 1 if a loss rises by more, and two of its standard errors.", Bounds(-1e6, 1e6)),
+        number("Exit with 1 unless every loss is shown to rise by at most this (95 %).", Bounds(-1e6, 1e6)),
     ] = None,
     speed: Annotated[
         SpeedChoice | None,
@@ -220,7 +220,7 @@ def evaluate(
             " sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
             " limit (documents of a task), fewshot, chat (yes: through the chat template), lengths (of RULER's tasks,"
             " 4096/32768), output_tokens (of a reply), concurrency (requests at once; 1), seed, max_fall (exit with 1"
-            " if a score falls by more, its whole interval).",
+            " if a score is shown to fall by more, corrected for their number).",
             "TASK,...",
         ),
     ] = None,
@@ -252,9 +252,10 @@ def evaluate(
             check(addresses)
         if compares:
             from indexcache_search.compare.candidates import Candidates
-            from indexcache_search.compare.result import rises
             from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.compare.verdict import beyond
             from indexcache_search.data.packing import Wish
+            from indexcache_search.search.progress import warn
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -289,7 +290,11 @@ def evaluate(
             if result is None:
                 return
             show(result, output, results())
-            worse = max_increase is not None and rises(result.held_out.rows) > max_increase
+            if max_increase is not None:
+                failed = beyond(result.held_out.rows, max_increase)
+                worse = bool(failed)
+                for line in failed:
+                    warn(console, f"--max-increase {max_increase:g}: {line}")
         if harness is not None:
             worse |= _falls(model or str(demo.MODEL), addresses, harness, output, console, beside=compares)
         if worse:
@@ -299,15 +304,19 @@ def evaluate(
 def _falls(
     model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
 ) -> bool:
-    """Compare on tasks; return true if a score falls by more than is allowed."""
+    """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
     from indexcache_search.harness.lm_eval import Harness
     from indexcache_search.harness.run import FILE, falls, run, table
+    from indexcache_search.search.progress import warn
 
     process.let_work_end()
     result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)
     results().print(table(result))
     results().print(f"Wrote {output / FILE}", soft_wrap=True)
-    return choice.max_fall is not None and falls(result) > choice.max_fall
+    failed = falls(result)
+    for line in failed:
+        warn(console, f"--harness max_fall={choice.max_fall:g}: {line}")
+    return bool(failed)
 
 
 app = application({"indexcache-eval": evaluate}, EPILOG)

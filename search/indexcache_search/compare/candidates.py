@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
@@ -16,11 +17,13 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.table import prices_of
+from indexcache_search.prices.pricing import column
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
+from indexcache_search.results.words import serving_flags
 from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.files.pattern_file import split_retention
 from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import full_layer_count
@@ -99,9 +102,12 @@ class Candidates:
         """Return the sketches of the patterns' calibration texts."""
         return calibrated_on(specs)
 
-    def prices(self, model: ModelLayers) -> Prices | None:
-        """Return the times of layers by which patterns of `model` are compared, where there are such."""
-        return prices_of(model.architecture)
+    def prices(self, model: ModelLayers, notice: Callable[[str], None], named: str | None) -> Prices | None:
+        """Return the times of layers by which patterns of `model` are compared, where there are such.
+
+        `notice` hears why there are none, where a reader would expect them; `named` is a table that was asked for.
+        """
+        return column(model, notice, named)
 
     def compared(
         self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
@@ -133,9 +139,21 @@ def named_lines(
     ]
     names = unique_names([(name, spec, f"{more} {kept}") for name, spec, kept, more, _ in asked])
     return [
-        Variant(NAMED, name + more, kept, pattern)
-        for name, (_, _, kept, more, pattern) in zip(names, asked, strict=True)
+        Variant(NAMED, name + more, kept, pattern, served=_served(spec, kept, pattern, model))
+        for name, (_, spec, kept, more, pattern) in zip(names, asked, strict=True)
     ]
+
+
+def _served(spec: PatternSpec, kept: Fraction | None, pattern: Pattern, model: ModelLayers) -> str | None:
+    """Return how a server is told to run a pattern of a file, with the retention that was taken of it.
+
+    Letters stand in the table, and a selection that is not the file's can't be named.
+    """
+    if spec.file is None or pattern.selection != spec.file.selection:
+        return None
+    asked = split_retention(spec.text)[1] is not None or pattern == spec.pattern(model)
+    name = spec.text if asked or kept is None else f"{spec.text}@{kept}"
+    return " ".join(["--indexcache-pattern", shlex.quote(name), *serving_flags(pattern.selection)])
 
 
 def _uniform(named: Sequence[Variant], model: ModelLayers) -> list[Variant]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
+from indexcache_search.compare.verdict import findings
 from indexcache_search.evaluation import estimates
-from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.page.frontier import environment, section, spelt
 from indexcache_search.page.points import estimated, timed
 from indexcache_search.prices.layers import Prices
 from indexcache_search.results import speed_table, tables
-from indexcache_search.results.held_out import ComparisonResult, HeldOut, Row, SourceResult, SpeedRow
-from indexcache_search.results.variant import BASELINE, BEST, MEAN, NAMED, PHASE
+from indexcache_search.results.held_out import ComparisonResult, Row, SpeedRow
+from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.search import metrics
 from indexcache_search.search.report.figures import changes_figure
 
 SCHEMA = "indexcache-eval/v1"
-ERRORS = 2.0  # standard errors beyond which a change is a finding
 
 
 def collect(
@@ -77,48 +74,13 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: Comparison
         if answered:
             values = np.asarray([line.generated[at] for at in answered])
             before = np.asarray([base.generated[at] for at in answered])
-            more |= {"generated": _mean(values), "generated_change": _mean(values - before)}
+            copies = data.copy_of[answered]
+            more["generated"] = estimates.over(values, copies)
+            more["generated_change"] = estimates.over(values - before, copies)
         by_source[name] = row.by_source[name].model_copy(update=more)
     kl = {} if line.divergence is None else {"kl": estimates.loss(line.divergence, data)}
     extra = {"extra": dict(line.extra)} if line.extra else {}
     return row.model_copy(update={"by_source": by_source, **kl, **extra})
-
-
-def findings(table: HeldOut) -> list[str]:
-    """Say of each row on which sources it is worse than the baseline by more than two standard errors."""
-    lines = []
-    for row in table.rows:
-        if row.kind not in (NAMED, PHASE):
-            continue
-        worse = [source for source in table.sources if _worse(row.by_source[source])]
-        verdict = f"worse on {', '.join(worse)}" if worse else "no worse on anything"
-        lines.append(f"{tables.label(row)}: {verdict}, by more than {ERRORS:g} standard errors")
-    return lines
-
-
-def rises(rows: Sequence[Row]) -> float:
-    """Return the largest increase of any loss, less two standard errors, over the named patterns and servers.
-
-    It is infinite if a value is not a number.
-    """
-    increases = [source.increase for row in rows if row.kind == NAMED for source in row.by_source.values()]
-    lower = [increase.mean - ERRORS * (increase.stderr or 0.0) for increase in increases]
-    return max((value if math.isfinite(value) else math.inf for value in lower), default=math.inf)
-
-
-def _worse(source: SourceResult) -> bool:
-    falls = [change for change in (source.accuracy_change, source.generated_change) if change is not None]
-    rise = source.increase
-    return _beyond(rise.mean, rise.stderr) or any(_beyond(-change.mean, change.stderr) for change in falls)
-
-
-def _beyond(rise: float, stderr: float | None) -> bool:
-    return stderr is not None and rise > ERRORS * stderr and rise > 0
-
-
-def _mean(values: Any) -> Estimate:
-    error = None if len(values) < 2 else float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(float(np.mean(values)), error)
 
 
 def task_tables(result: ComparisonResult, width: int) -> list[Table]:
@@ -157,6 +119,7 @@ def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) ->
     noun = "servers" if held_out.rows[0].pattern is None else "patterns"
     return template.render(
         result=result,
+        noun=noun,
         columns=tables.columns(held_out),
         rows=rows,
         figure=changes_figure(held_out),

@@ -158,7 +158,9 @@ def _run(
         if not data.only_shown:
             servers.check(candidates.endpoints, speed.loads())
     elif speed is not None:
-        speed_prices = prices_at(description.architecture, speed.contexts, speed.prices)
+        speed_prices = prices_at(description, speed.contexts, speed.prices)
+        for unlike in dict.fromkeys(prices.unlike for prices in speed_prices if prices.unlike):
+            warn(console, f"--speed: reckoned as {speed_prices[0].table}, which this model is not: {unlike}")
     data = _with_reply(data, lines, seq_len, console)
     calibrated = candidates.calibrated_on(specs)
     built = built_of(model, description, config.vocab_size, data, seq_len, calibrated, candidates.noun, console)
@@ -199,6 +201,9 @@ def _run(
                 compared = candidates.compared(loaded, journal, lines, built, done)
             loaded.check_unchanged()
             speeds = estimated([line.row.line for line in compared], speed_prices)
+    prices = None
+    if not candidates.endpoints:
+        prices = candidates.prices(description, partial(warn, console), None if speed is None else speed.prices)
     comparison = result.collect(
         compared,
         built,
@@ -206,7 +211,7 @@ def _run(
         model=description.name,
         engine=engine,
         seq_len=seq_len,
-        prices=None if candidates.endpoints else candidates.prices(description),
+        prices=None if candidates.endpoints else prices,
         speed=speeds,
     )
     return comparison, failure

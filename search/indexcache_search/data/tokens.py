@@ -50,6 +50,12 @@ class TokenSet:
         """Number of scored tokens in all sequences."""
         return int(self.scored.sum())
 
+    @cached_property
+    def copy_of(self) -> NDArray[np.int64]:
+        """`[sequences]`; sequences of the same tokens have the same number."""
+        numbers: dict[bytes, int] = {}
+        return np.asarray([numbers.setdefault(row.tobytes(), len(numbers)) for row in self.tokens], np.int64)
+
     def taken(self, rows: Sequence[int]) -> TokenSet:
         """Return the sequences `rows` of this set, in that order."""
         chosen = list(rows)

@@ -3,13 +3,16 @@
 A set's loss is the mean over its sources of the mean over their sequences of the loss per scored token. With one source
 of packed text that is the paper's per-token loss. With several, each source counts the same, and so does each sequence
 of a source, since a mean over tokens would hardly show the effect on short answers. Standard errors are over sequences.
-Differences are paired, since every pattern sees the same sequences.
+Differences are paired, since every pattern sees the same sequences. Copies of a sequence are one observation.
+
+How far a mean may be off is said here alone, by Student's t: every verdict asks `Estimate.low` and `Estimate.high`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +20,55 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Losses
 
+CONFIDENCE = 2.0  # standard errors, of many sequences, within which a mean is known: 95 % of the time, on both sides
+EQUAL = 6  # observations that are all the same and not 0 say that the mean is not: as unlikely as 2 / 2**6 = 3 %
+_ROUNDING = 1e-9  # share of a mean by which values differ that are meant to be the same
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean and its standard error over sequences; `stderr` is `None` if there are too few."""
+    """A mean over sequences, and how well it is known.
+
+    Attributes:
+        mean: the mean.
+        stderr: its standard error; `None` if there are too few sequences.
+        degrees: degrees of freedom of `stderr`: sequences that differ, less one of each source; 0 if unknown.
+    """
 
     mean: float
     stderr: float | None
+    degrees: int = 0
+
+    @property
+    def margin(self) -> float:
+        """How far the mean may be off, as the half of an interval of 95 %; infinite if nothing says so.
+
+        A few values that are all the same have no spread to estimate one from. Only 0 is believed: a plan that changes
+        nothing changes nothing anywhere.
+        """
+        if self.stderr is None or self.degrees < 1:
+            return math.inf
+        if abs(self.mean) > 0 and self.stderr <= _ROUNDING * abs(self.mean) and self.degrees + 1 < EQUAL:
+            return math.inf
+        return student(CONFIDENCE, self.degrees) * self.stderr
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval of 95 %."""
+        return self.mean - self.margin
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval of 95 %."""
+        return self.mean + self.margin
+
+
+@lru_cache(maxsize=1024)
+def student(z: float, degrees: int) -> float:
+    """Return the quantile of Student's t at the level of normal quantile `z`; infinite without degrees of freedom."""
+    from scipy.stats import norm, t  # takes a second to import
+
+    return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf
 
 
 def loss(evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:
@@ -43,20 +88,32 @@ def share(counts: NDArray[np.float64], evaluation: Losses, data: TokenSet, sourc
 
 def _mean(sums: NDArray[np.float64], evaluation: Losses, data: TokenSet, source: int | None) -> Estimate:
     """Average `sums` per scored token; skip sequences without scored tokens, and sources without sequences."""
-    tokens, source_of = np.asarray(evaluation.tokens), data.source_of[list(evaluation.rows)]
-    values, source_of = sums[tokens > 0] / tokens[tokens > 0], source_of[tokens > 0]
+    tokens, rows = np.asarray(evaluation.tokens), np.asarray(evaluation.rows)
+    values, rows = sums[tokens > 0] / tokens[tokens > 0], rows[tokens > 0]
+    source_of, copies = data.source_of[rows], data.copy_of[rows]
     numbers = sorted(set(source_of.tolist())) if source is None else [source]
-    parts = [_of_source(values[source_of == number]) for number in numbers]
+    parts = [over(values[source_of == number], copies[source_of == number]) for number in numbers]
     mean = math.fsum(part.mean for part in parts) / len(parts)
     known = [part.stderr for part in parts if part.stderr is not None]
     if len(known) < len(parts):
         return Estimate(mean, None)
-    return Estimate(mean, math.sqrt(math.fsum(error**2 for error in known)) / len(known))
+    error = math.sqrt(math.fsum(error**2 for error in known)) / len(known)
+    return Estimate(mean, error, sum(part.degrees for part in parts))
 
 
-def _of_source(values: NDArray[np.float64]) -> Estimate:
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count < 2:
+def over(values: NDArray[np.float64], copies: NDArray[np.int64] | None = None) -> Estimate:
+    """Return the mean of observations of one kind.
+
+    Args:
+        values: `[observations]`.
+        copies: `[observations]`; those with the same number are copies of each other, and one observation together.
+    """
+    count, mean = len(values), math.fsum(values) / len(values)
+    off: dict[int, float] = {}
+    for number, value in zip(range(count) if copies is None else copies.tolist(), values, strict=True):
+        off[number] = off.get(number, 0.0) + float(value - mean)
+    different = len(off)
+    if different < 2:
         return Estimate(mean, None)
-    return Estimate(mean, math.sqrt(math.fsum((values - mean) ** 2) / (count * (count - 1))))
+    squares = math.fsum(item**2 for item in off.values())
+    return Estimate(mean, math.sqrt(squares / (count * count * (different - 1) / different)), different - 1)

@@ -9,18 +9,16 @@ from operator import itemgetter
 from typing import Self, TypeVar
 
 import numpy as np
-from scipy.stats import norm, t
 
 from indexcache_search.data.tokens import growing_shares
 from indexcache_search.evaluation import estimates
-from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.estimates import CONFIDENCE, Estimate, student
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.plan import Plan
 
 P = TypeVar("P", bound=Plan)
 
 FIRST_SHARE = 8  # the first share holds 1/8 of the sequences
-CONFIDENCE = 2.0  # standard errors of a paired difference that count as real
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,4 @@ class Judge:
         difference = self.difference(pattern, leader, rows)
         if difference.stderr is None:
             return False
-        sources = len(set(self._data.source_of[list(rows)].tolist()))
-        return difference.mean > student(CONFIDENCE, len(rows) - sources) * difference.stderr
-
-
-def student(z: float, degrees: int) -> float:
-    """Return the quantile of Student's t at the level of normal quantile `z`; infinite without degrees of freedom."""
-    return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf
+        return difference.mean > student(CONFIDENCE, difference.degrees) * difference.stderr

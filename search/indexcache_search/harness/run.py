@@ -16,12 +16,13 @@ from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.errors import SearchError
 from indexcache_search.harness import lm_eval
 from indexcache_search.harness.lm_eval import Harness
-from indexcache_search.harness.paired import CONFIDENCE, Change, change
-from indexcache_search.harness.samples import Samples, lower_is_better, paired, read_samples
+from indexcache_search.harness.paired import ALPHA, Change, change, fewest_documents, p_of_falls, worse_by
+from indexcache_search.harness.samples import Samples, Score, lower_is_better, paired, read_samples
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.owned.folder import OwnFolder
 from indexcache_search.owned.overlap import check_apart
 from indexcache_search.speed.servers import own, room
+from sglang_indexcache.files.fields import Finite
 from sglang_indexcache.http.address import Address
 
 FILE, LOG = "harness.json", "lm-eval.log"
@@ -39,6 +40,8 @@ class Row(BaseModel):
         higher_is_better: what lm-eval says of the metric.
         change: scores of both servers.
         scores: of each document, the baseline's and the server's.
+        p_fall: with `max_fall`, how likely such scores are if this one does not fall by more, corrected for the number
+            of rows (see `paired.p_of_falls`).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,6 +53,7 @@ class Row(BaseModel):
     higher_is_better: bool
     change: Change
     scores: list[tuple[float, float]]
+    p_fall: Finite | None = None
 
 
 class HarnessResult(BaseModel):
@@ -132,7 +136,7 @@ def run(
         result = HarnessResult(
             servers=list(map(str, addresses)),
             harness={"lm_eval": lm_eval.version(), **_described(harness)},
-            rows=list(_rows(addresses, answers, lower)),
+            rows=_judged(list(_rows(addresses, answers, lower)), harness.max_fall),
         )
         if not beside:
             folder.clear()
@@ -158,24 +162,50 @@ def _rows(addresses: Sequence[Address], answers: Sequence[Samples], lower: set[t
             )
 
 
-def falls(result: HarnessResult) -> float:
-    """Return by how much some score gets worse at least: the end of its interval that is next to 0; 0 if none does."""
-    worse = [-row.change.high if row.higher_is_better else row.change.low for row in result.rows]
-    return max([0.0, *worse])
+def _judged(rows: Sequence[Row], most: float | None) -> list[Row]:
+    """Return `rows` with `p_fall`."""
+    if most is None:
+        return list(rows)
+    found = p_of_falls([worse_by(row.scores, row.higher_is_better) for row in rows], most)
+    return [row.model_copy(update={"p_fall": value}) for row, value in zip(rows, found, strict=True)]
+
+
+def falls(result: HarnessResult) -> list[str]:
+    """Return a line for each score that falls by more than is allowed, or whose documents are too few to show that.
+
+    Of servers that are equal, one comparison in 20 has such a fall at most, however many tasks it has.
+    """
+    rows = [row for row in result.rows if row.p_fall is not None]
+    fewest, lines = fewest_documents(max(1, len(rows))), list[str]()
+    for row in rows:
+        where, number = f"{row.server}: {_task(row)}", row.change.documents
+        if row.p_fall is not None and row.p_fall <= ALPHA:
+            worse = abs(row.change.change)
+            lines.append(f"{where}: worse by {worse:.3f} (p {row.p_fall:.2g}, corrected for {len(rows)} scores)")
+        elif number < fewest:
+            lines.append(
+                f"{where}: not settled: of {number} documents no fall would show among {len(rows)} scores; expected at"
+                f" least {fewest}"
+            )
+    return lines
 
 
 def table(result: HarnessResult) -> Table:
     """Make the table of a result: a row for each server, task and metric."""
-    found = Table(title=f"lm-eval, paired by document; intervals of {CONFIDENCE:.0%} by bootstrap")
-    for number, name in enumerate(
-        ("server", "task", "documents", "baseline", "score", "change", "interval", "McNemar")
-    ):
+    judged = any(row.p_fall is not None for row in result.rows)
+    found = Table(title="lm-eval, paired by document; intervals of 95 %")
+    titles = ["server", "task", "documents", "baseline", "score", "change", "interval", "McNemar"]
+    for number, name in enumerate([*titles, *(["p of a fall"] if judged else [])]):
         found.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
     for row in result.rows:
         given = row.change
-        task = f"{row.task} {row.metric}" + ("" if row.filter == "none" else f" ({row.filter})")
         mcnemar = "" if given.p_value is None else f"-{given.fell} +{given.rose}, p {given.p_value:.2g}"
         cells = (f"{given.baseline:.3f}", f"{given.score:.3f}", f"{given.change:+.3f}")
-        interval = f"{given.low:+.3f} to {given.high:+.3f}"
-        found.add_row(row.server, task, str(given.documents), *cells, interval, mcnemar)
+        interval = "unknown" if given.low is None else f"{given.low:+.3f} to {given.high:+.3f}"
+        fall = [] if row.p_fall is None else [f"{row.p_fall:.2g}"]
+        found.add_row(row.server, _task(row), str(given.documents), *cells, interval, mcnemar, *fall)
     return found
+
+
+def _task(row: Row) -> str:
+    return str(Score(task=row.task, metric=row.metric, filter=row.filter))

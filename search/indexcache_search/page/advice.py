@@ -10,7 +10,6 @@ from indexcache_search.results.variant import BASELINE
 
 ALLOWANCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 ALLOWANCE = 0.1  # nats a token: it becomes exp(-0.1), about 10 %, less likely
-ERRORS = 2.0  # standard errors that an increase may be from what was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +22,8 @@ class Advice:
         point: the pattern; `None` if none that is faster than the baseline loses so little.
         faster: the next faster pattern, which loses more; `None` if there is none.
         closest: the pattern faster than the baseline that loses least; `None` if there is none.
+        possible: where none is to be taken, the one of those that are faster that loses least of those which may be
+            within the allowance after all; `None` if none may be.
         compared: how many patterns are faster than the baseline.
     """
 
@@ -31,21 +32,25 @@ class Advice:
     point: Point | None
     faster: Point | None
     closest: Point | None
+    possible: Point | None
     compared: int
 
     @property
     def unsettled(self) -> bool:
-        """Whether the loss may be above the allowance after all, or its error is unknown."""
-        return self.point is not None and not highest(self.point) <= self.allowance
+        """Whether the pattern to take may lose more than the allowance after all, or one that is left may not."""
+        if self.point is None:
+            return self.possible is not None
+        return not highest(self.point) <= self.allowance
 
 
 def highest(point: Point) -> float:
-    """Return the largest of the increases, each with `ERRORS` standard errors; infinite if an error is unknown."""
-    ends = [
-        increase.mean + ERRORS * (math.inf if increase.stderr is None else increase.stderr)
-        for increase in point.increases.values()
-    ]
-    return max(ends)
+    """Return what a point loses at most on its hardest source, as far as is known; infinite if an error is unknown."""
+    return max(increase.high for increase in point.increases.values())
+
+
+def lowest(point: Point) -> float:
+    """Return what a point loses at least on its hardest source, likewise; minus infinity if an error is unknown."""
+    return max(increase.low for increase in point.increases.values())
 
 
 def choose(frontier: Frontier, context: int | None, allowance: float) -> Advice:
@@ -61,6 +66,7 @@ def choose(frontier: Frontier, context: int | None, allowance: float) -> Advice:
     rivals = [point for point in shown if speed(point) > speed(base)]
     within = [point for point in rivals if point.worst.mean <= allowance]
     point = max(within, key=lambda item: (speed(item), -item.worst.mean), default=None)
+    possible = [item for item in rivals if point is None and lowest(item) <= allowance]
     above = [item for item in rivals if point is not None and speed(item) > speed(point)]
     return Advice(
         allowance=allowance,
@@ -68,6 +74,7 @@ def choose(frontier: Frontier, context: int | None, allowance: float) -> Advice:
         point=point,
         faster=min(above, key=lambda item: (speed(item), item.worst.mean), default=None),
         closest=min(rivals, key=lambda item: item.worst.mean, default=None),
+        possible=min(possible, key=lambda item: item.worst.mean, default=None),
         compared=len(rivals),
     )
 

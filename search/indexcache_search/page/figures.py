@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, ERRORS
+from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES
 from indexcache_search.page.drawing import BLUE, GREEN, GREY, plain, svg
 from indexcache_search.page.points import Frontier, Point
 from indexcache_search.results.variant import BASELINE, NAMED
+from indexcache_search.results.words import words_of
 
 LINEAR = 0.01  # nats up to which the axis of losses is linear; above it is logarithmic
 TICKS = (-1.0, -0.1, -0.01, 0.0, 0.01, 0.1, 1.0, 10.0, 100.0)
@@ -128,7 +129,7 @@ class _Panel:
         axes.tick_params(labelsize=self.font, length=0)
         axes.grid(color=GREY, alpha=0.3, linewidth=0.6)
         if self.source is None:
-            what = f"speed of prompts, {self.frontier.speeds}" if timed else "layers that run their indexer"
+            what = f"speed of prompts, {self.frontier.speeds}" if timed else words_of(self.frontier.dense).full
             axes.set_xlabel(f"{what} (faster to the right)", fontsize=self.font)
             axes.set_ylabel("loss added on the hardest source", fontsize=self.font, labelpad=3)
 
@@ -139,8 +140,9 @@ class _Panel:
             return
         low, value, high = place
         loss, colour = self.loss(point), BLUE if point.kind == NAMED else GREY
-        if loss.stderr:
-            ends = [loss.mean - ERRORS * loss.stderr, loss.mean + ERRORS * loss.stderr]
+        if point.kind != BASELINE and loss.margin > 0:
+            bottom, top = self.axes.get_ylim()  # an error that is unknown has a bar over all of the figure
+            ends = [max(loss.low, bottom), min(loss.high, top)]
             self.axes.plot([value, value], ends, color=colour, linewidth=1.2, alpha=0.7, gid=f"{gid}-loss")
         if high > low and self.source is None:
             self.axes.plot([low, high], [loss.mean] * 2, color=colour, linewidth=1.2, alpha=0.5, gid=f"{gid}-speed")

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import jinja2
 from markupsafe import Markup
 
-from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely
+from indexcache_search.page.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely, lowest
 from indexcache_search.page.figures import Chart, chart
 from indexcache_search.page.points import Frontier, Point
 from indexcache_search.results import tables
 from indexcache_search.results.variant import BASELINE, PHASE
+from indexcache_search.results.words import counted, words_of
 from sglang_indexcache.pattern import DENSE
 
 SHORT = 12  # patterns that are listed before the others are folded away
@@ -31,10 +32,11 @@ def environment() -> jinja2.Environment:
         "PHASE": PHASE,
         "BASELINE": BASELINE,
         "highest": highest,
+        "lowest": lowest,
         "less_likely": less_likely,
         "infinity": math.inf,
     }
-    found.filters |= {"tokens": tables.tokens, "short": short, "signed": signed}
+    found.filters |= {"tokens": tables.tokens, "short": short, "signed": signed, "counted": counted}
     return found
 
 
@@ -51,12 +53,10 @@ def section(frontier: Frontier | None, served: Callable[[Point], str | None], no
     contexts = frontier.contexts or (None,)
     pages = environment()
     chosen = [[choose(frontier, context, allowance) for context in contexts] for allowance in ALLOWANCES]
-    words = pages.get_template("advice.html")
+    template, spoken = pages.get_template("advice.html"), words_of(frontier.dense)
     numbers = {id(point): number for number, point in enumerate(frontier.points)}
-    advice = [
-        [Markup(words.render(advice=item, frontier=frontier, served=served, noun=noun)) for item in row]  # noqa: S704
-        for row in chosen
-    ]
+    given = {"frontier": frontier, "served": served, "noun": noun, "words": spoken}
+    advice = [[Markup(template.render(advice=item, **given)) for item in row] for row in chosen]  # noqa: S704
     picks = [[None if item.point is None else numbers[id(item.point)] for item in row] for row in chosen]
     main = chart(frontier)
     by_source = {source: chart(frontier, source) for source in frontier.sources if len(frontier.sources) > 1}
@@ -77,6 +77,9 @@ def section(frontier: Frontier | None, served: Callable[[Point], str | None], no
         pages.get_template("frontier.html").render(
             frontier=frontier,
             noun=noun,
+            words=spoken,
+            kinds={point.kind for point in frontier.points},
+            pick=pick,
             data=data,
             start=start,
             advice=advice[start[0]][start[1]],
@@ -91,9 +94,9 @@ def section(frontier: Frontier | None, served: Callable[[Point], str | None], no
 
 
 def spelt(point: Point) -> str | None:
-    """Return how a server is told to run a pattern by its letters; `None` if they don't say all that it is."""
-    if point.pattern is None or DENSE in point.pattern:
-        return None
+    """Return how a server is told to run a pattern: as it was given, else by letters that say all of it."""
+    if point.served is not None or point.pattern is None or DENSE in point.pattern:
+        return point.served
     return f"--indexcache-pattern {point.pattern}"
 
 
@@ -116,7 +119,7 @@ def _stressed(item: Chart, pick: int | None) -> Markup:
 def _speed(frontier: Frontier, point: Point, context: int | None) -> str:
     """Return a point's speed in words."""
     if context is None:
-        return "" if point.full_layers is None else f"{point.full_layers} indexers"
+        return "" if point.full_layers is None else f"{point.full_layers} {words_of(frontier.dense).short}"
     if context not in point.speeds:
         return "no time known"
     speed = point.speeds[context]

@@ -38,6 +38,7 @@ class Point:
         kind: see `Kind`.
         pattern: its letters; `None` for a server.
         full_layers: number of layers that are not shared; `None` for a server.
+        served: flags by which a server is told to run it; `None` if no file or letters say all that it is.
         increases: loss above the baseline's in nats a token, by source.
         speeds: by tokens of a prompt; empty if unknown.
     """
@@ -48,6 +49,7 @@ class Point:
     full_layers: int | None
     increases: Mapping[str, Estimate]
     speeds: Mapping[int, Speed]
+    served: str | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +92,11 @@ class Frontier:
     speeds: Source = "estimated"
     words: str = ""
     largest_error: float | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the patterns are of a dense model."""
+        return DENSE in (self.points[0].pattern or "")
 
     def speed(self, point: Point, context: int | None) -> float | None:
         """Return what orders points by their speed, the larger the faster; `None` if it is unknown."""
@@ -192,6 +199,7 @@ def _point(rows: Sequence[Row], speeds: Mapping[int, Speed]) -> Point:
         full_layers=first.full_layers,
         increases={name: measured.increase for name, measured in first.by_source.items()},
         speeds=speeds,
+        served=next((row.served for row in rows if row.served is not None), None),
     )
 
 

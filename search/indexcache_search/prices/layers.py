@@ -18,13 +18,14 @@ class Prices:
 
     Attributes:
         table: name of the table that they are of.
-        words: what it was measured on.
+        words: what it was measured on, and that the model which is priced is not that where it is not.
         context: tokens of a prompt.
         full: an `F` layer of a prompt, by the number of queries for which it selects at a time.
         shared: an `S` layer behind such a selection.
         rest: what a prompt takes beside its layers.
         decode_full: an `F` layer in a decoding step.
         decode_shared: an `S` layer there.
+        unlike: in what the model that is priced is of another shape; empty if in nothing.
     """
 
     table: str
@@ -35,6 +36,7 @@ class Prices:
     rest: float
     decode_full: float
     decode_shared: float
+    unlike: str = ""
 
     def group(self, queries: int, followers: int) -> float:
         """Return the time of an `F` layer that selects for `queries`, with the `S` layers that follow it."""

@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from indexcache_search.errors import SearchError
 from indexcache_search.prices.layers import Prices
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.errors import FileError
+from sglang_indexcache.families import family_of
 from sglang_indexcache.files.atomic import read_regular
 
 TABLES = Path(__file__).with_name("tables")
-BY_ARCHITECTURE = {"DeepseekV32ForCausalLM": "deepseek-v3.2-tp8", "GlmMoeDsaForCausalLM": "glm-5-tp8"}
 MOST_BYTES = 1 << 20
 
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -73,6 +74,9 @@ class PriceTable(Section):
         heads: attention heads of a tensor-parallel rank.
         index_heads: heads of the indexer.
         index_topk: tokens that each query selects.
+        index_head_dim: dimensions of a head of the indexer; like the next two, SGLang's kernels take no others.
+        kv_lora_rank: dimensions of a cached key without its rotary part.
+        qk_rope_head_dim: dimensions of that part.
         kv_cache_dtype: data type of cached keys.
         chunk: tokens of a prompt's chunk.
         layers: layers of the model that was measured.
@@ -91,6 +95,9 @@ class PriceTable(Section):
     heads: Count
     index_heads: Count
     index_topk: Count
+    index_head_dim: Count = 128
+    kv_lora_rank: Count = 512
+    qk_rope_head_dim: Count = 64
     kv_cache_dtype: str
     chunk: Count
     layers: Count
@@ -129,16 +136,31 @@ class PriceTable(Section):
             where = ".".join(map(str, first["loc"])) or "the file"
             raise SearchError(f"prices: {name}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
 
-    @classmethod
-    def of(cls, architecture: str) -> PriceTable | None:
-        """Return the table for a model's architecture, of the shape that its best-known checkpoint has on 8 GPUs."""
-        name = BY_ARCHITECTURE.get(architecture)
-        return None if name is None else cls.load(name)
-
     @property
     def largest_error(self) -> float | None:
         """How far whole prompts were from what the table has for them, as a share; `None` if none were measured."""
         return max((abs(check.expected_ms / check.measured_ms - 1) for check in self.checks), default=None)
+
+    def unlike(self, model: ModelLayers) -> str:
+        """Say in what a model is not of this table's shape, so that its layers take other times; empty if in nothing.
+
+        The number of layers may differ, since each is priced alone, and so may the heads, if whole ranks have as many.
+        """
+        facts = {**family_of(model.architecture).checkpoint.keys[model.architecture].defaults, **model.config}
+        facts["index_topk"] = model.index_topk  # of models that are made in memory too
+        heads, lines = facts.get("num_attention_heads", 0), list[str]()
+        if not heads or heads % self.heads:
+            lines.append(f"{heads} attention heads, not {self.heads} a rank")
+        for key, ours in (
+            ("index_n_heads", self.index_heads),
+            ("index_topk", self.index_topk),
+            ("index_head_dim", self.index_head_dim),
+            ("kv_lora_rank", self.kv_lora_rank),
+            ("qk_rope_head_dim", self.qk_rope_head_dim),
+        ):
+            if facts.get(key) != ours:
+                lines.append(f"{key} {facts.get(key)}, not {ours}")
+        return ", ".join(lines)
 
     def at(self, context: int) -> Prices:
         """Return prices for prompts of `context` tokens; between the measured ones a power law holds.
@@ -177,15 +199,10 @@ class PriceTable(Section):
 
     def __str__(self) -> str:
         return (
-            f"{self.name} ({self.heads} heads a rank, {self.index_heads} index heads, {self.kv_cache_dtype};"
+            f"{self.name} ({self.heads} heads a rank, {self.index_heads} index heads, index_topk {self.index_topk},"
+            f" {self.kv_cache_dtype};"
             f" {self.device}, SGLang {self.versions.get('sglang', '?')}, {self.date})"
         )
-
-
-def prices_of(architecture: str) -> Prices | None:
-    """Return the prices of the longest prompts that were measured for a model's architecture."""
-    table = PriceTable.of(architecture)
-    return None if table is None else table.at(table.contexts[-1])
 
 
 def known() -> list[str]:

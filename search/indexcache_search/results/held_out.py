@@ -42,6 +42,8 @@ class SourceResult(ResultSection):
 class Row(ResultSection):
     """One line of a table: its variant (see `Variant`), and measurements over all sources and on each.
 
+    `served` is how a server is told to run the pattern, as it was named; see `Variant`.
+
     `extra` holds further measurements of a study's plans, by column title; `prefill` is the time of a prompt relative
     to the baseline's, by `HeldOut.prices`.
     """
@@ -58,6 +60,7 @@ class Row(ResultSection):
     kl: Estimate | None = None
     extra: dict[str, Estimate] | None = None
     prefill: float | None = None
+    served: str | None = None
 
 
 class PricesResult(ResultSection):

@@ -31,6 +31,7 @@ class Variant:
         retention: requested share of layers that are not shared; `None` for a server, whose pattern is unknown.
         pattern: the plan that runs; `None` for a server.
         phase: the layer at which uniform's F layers begin, see `Pattern.uniform`.
+        served: flags by which a server is told to run it, as somebody named it; `None` for one of no name of its own.
     """
 
     kind: Kind
@@ -38,6 +39,7 @@ class Variant:
     retention: Fraction | None
     pattern: Plan | None
     phase: int | None = None
+    served: str | None = None
 
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Variant:

@@ -127,6 +127,7 @@ def described(line: Variant) -> dict[str, Any]:
         "phase": line.phase,
         "full_layers": len(plan.full_layers) if isinstance(plan, Pattern) else None,
         "pattern": None if plan is None else str(plan),
+        **({} if line.served is None else {"served": line.served}),
     }
 
 

@@ -15,6 +15,7 @@ from indexcache_search.page.points import estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import Row, SearchResult
 from indexcache_search.results.variant import NAMED
+from indexcache_search.results.words import counted, serving_flags, words_of
 from indexcache_search.search.comparison import own_names
 from sglang_indexcache.errors import one_line
 
@@ -33,12 +34,14 @@ def render(result: SearchResult, base_model: str | None) -> str:
     assert search is not None
     found = found_rows(result)
     retentions = [f"@{row.retention}" for row in found if row.retention]
+    words = words_of(file.selection is not None)
     front_matter: dict[str, Any] = {"tags": list(TAGS)}
     if base_model is not None:
         front_matter = {"base_model": base_model, **front_matter}
     environment = jinja2.Environment(  # noqa: S701 (Markdown; `_plain` escapes what has a meaning there)
         undefined=jinja2.StrictUndefined, trim_blocks=True, finalize=_plain, keep_trailing_newline=True
     )
+    environment.filters["counted"] = counted
     template = environment.from_string(files(__package__).joinpath("model_card.md").read_text(encoding="utf-8"))
     return template.render(
         front_matter=_Markdown(yaml.safe_dump(front_matter, sort_keys=False)),
@@ -49,6 +52,9 @@ def render(result: SearchResult, base_model: str | None) -> str:
         search=search,
         calibration=file.calibration,
         full_role=file.as_pattern().full_role,
+        words=words,
+        what=_Markdown(words.card.format(_plain(base_model or file.model.name))),
+        flags=_Markdown("".join(f" {word}" for word in serving_flags(file.selection))),
         at=suffix(result),
         retentions=_Markdown(" or ".join(f"`{retention}`" for retention in retentions)),
         found=found,

@@ -31,10 +31,11 @@ from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
-from indexcache_search.prices.table import prices_of
+from indexcache_search.prices.pricing import column
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE
+from indexcache_search.results.words import counted, serving_flags
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.estimate import MINUTE, Estimate, size_of
@@ -133,6 +134,8 @@ def run(
     with _begun(model, data, runtime, settings, files, console) as begun:
         engine, goal, calibration, held_out = begun.engine, begun.goal, begun.calibration, begun.held_out
         journal, out = begun.journal, begun.out
+        if isinstance(goal.plan, TimeGoal) and (unlike := goal.plan.prices.unlike):
+            warn(console, f"--prefill: reckoned as {goal.plan.prices.table}, which this model is not: {unlike}")
         with SearchProgress(console) as progress:
             chooses = Evaluator(engine, calibration, settings.objective, journal, "calibration", progress.evaluated)
             judges = Evaluator(engine, held_out, "nll", journal, "held-out", progress.evaluated)
@@ -345,7 +348,7 @@ def _search(
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
-    prices = goal.plan.prices if isinstance(goal.plan, TimeGoal) else prices_of(engine.model.architecture)
+    prices = goal.plan.prices if isinstance(goal.plan, TimeGoal) else column(engine.model, progress.warn)
     table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position, prices)
     return metrics.collect(found, file, engine, table, measured, seconds, speed)
 
@@ -370,7 +373,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     for table in speed_table.terminal_tables(result.speed, held_out, out.width):
         out.print(table)
     out.print(
-        f"Cost: {search.evaluations} patterns beside the baseline, {cost.sequences} runs of a sequence,"
+        f"Cost: {counted(search.evaluations, 'pattern')} beside the baseline, {cost.sequences} runs of a sequence,"
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
@@ -383,4 +386,5 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    out.print(f"      {serving(advised, model)}", soft_wrap=True)
+    flags = serving_flags(result.pattern_file.selection)
+    out.print(f"      {serving(advised, model, *flags)}", soft_wrap=True)

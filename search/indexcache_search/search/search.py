@@ -13,7 +13,7 @@ from indexcache_search.engines.base import Engine, Evaluation
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
-from indexcache_search.evaluation.judge import CONFIDENCE, Judge
+from indexcache_search.evaluation.judge import Judge
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.swaps import improved
 from sglang_indexcache import Pattern
@@ -162,6 +162,6 @@ class Search:
             difference = self._judge.difference(other, best)
             common = len(set(best.full_layers) & set(other.full_layers) - {0})
             wanted = len(best.full_layers) - 1
-            if difference.mean <= CONFIDENCE * (difference.stderr or 0.0) and 2 * common < wanted:
+            if difference.low <= 0 and 2 * common < wanted:
                 alike.append(LookAlike(retention, best, other, difference))
         return alike

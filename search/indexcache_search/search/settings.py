@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.prices.layers import Prices
 from indexcache_search.prices.pages import PageBytes
-from indexcache_search.prices.table import PriceTable
+from indexcache_search.prices.pricing import needed_table, priced
 from indexcache_search.strategies.base import Goal, PageGoal, Strategy, TimeGoal
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import ModelLayers
@@ -27,23 +27,21 @@ class Budget:
     Attributes:
         share: of the time.
         context: tokens of the prompts.
-        table: name or file of a price table; `None` for that of the model's architecture.
+        table: name or file of a price table; `None` for that of the model, see `pricing`.
     """
 
     share: float
     context: int
     table: str | None = None
 
-    def prices(self, architecture: str, queries: Sequence[int] = ()) -> Prices:
+    def prices(self, model: ModelLayers, queries: Sequence[int] = ()) -> Prices:
         """Return the prices by which it is met.
 
         Raises:
-            SearchError: if there is no table, or the context or one of `queries` was not measured.
+            SearchError: if there is no table of the model's shape, or the context or one of `queries` was not measured.
         """
-        table = PriceTable.of(architecture) if self.table is None else PriceTable.load(self.table)
-        if table is None:
-            raise SearchError(f"no prices are known for {architecture}, expected prices=, a table or a file")
-        prices = table.at(self.context)
+        table = needed_table(model, self.table)
+        prices = priced(model, table, self.context)
         for number in queries:
             if number not in prices.full:
                 known = ", ".join(str(item) for item in prices.full if item > 1)
@@ -74,7 +72,7 @@ class Settings:
         objective: what is minimised.
         prefill: a time of prompts that a plan with blocks of queries may take.
         queries: sizes of those blocks.
-        decode: a time of decoding steps that it may take.
+        decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
         bytes: what decoding steps of a plan with F layers, of a dense model, may read.
     """
 
@@ -110,7 +108,7 @@ class Settings:
             raise SearchError(f"--prefill: queries of at most {model.index_topk} were expected, as the model selects")
         return TimeGoal(
             share=self.prefill.share,
-            prices=self.prefill.prices(model.architecture, queries),
+            prices=self.prefill.prices(model, queries),
             queries=queries,
             most_full=self._most_full(model),
         )
@@ -134,7 +132,8 @@ class Settings:
         most = len(native.full_layers)
         if self.decode is None:
             return most
-        prices = self.decode.prices(model.architecture)
+        named = self.decode.table or (None if self.prefill is None else self.prefill.table)
+        prices = replace(self.decode, table=named).prices(model)
         for count in range(most, 0, -1):
             if prices.decode_share(native.keeping(native.full_layers[:count]), native) <= self.decode.share:
                 return count

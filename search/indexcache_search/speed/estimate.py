@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 from indexcache_search.errors import SearchError
 from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.table import PriceTable
+from indexcache_search.prices.pricing import priced, table_of
 from indexcache_search.results.held_out import GainResult, SpeedRow, Spread
 from indexcache_search.results.variant import BASELINE, Variant
-from sglang_indexcache import Pattern
+from sglang_indexcache import ModelLayers, Pattern
 
 
-def prices_at(architecture: str, contexts: Sequence[int], table: str | None) -> list[Prices]:
+def prices_at(model: ModelLayers, contexts: Sequence[int], table: str | None) -> list[Prices]:
     """Return the prices of prompts of each length.
 
     Args:
-        architecture: the model's, whose table is taken if none is named.
+        model: what is priced; without a name its architecture's table is taken.
         contexts: tokens of the prompts.
         table: name or file of a table.
 
     Raises:
-        SearchError: if there is no table, or it has no such prompts.
+        SearchError: if there is no table, its shape is another and it was not named, or it has no such prompts.
     """
-    found = PriceTable.of(architecture) if table is None else PriceTable.load(table)
+    found = table_of(model, table)
     if found is None:
         raise SearchError(
-            f"--speed: no prices are known for {architecture}, expected prices=, a table or a file,"
+            f"--speed: no prices are known for {model.architecture}, expected prices=, a table or a file,"
             " or --endpoint with servers"
         )
-    return [found.at(context) for context in contexts]
+    return [priced(model, found, context) for context in contexts]
 
 
 def estimated(lines: Sequence[Variant], prices: Sequence[Prices]) -> list[SpeedRow]:

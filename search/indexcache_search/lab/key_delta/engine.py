@@ -191,7 +191,7 @@ class Costs:
             self._journal.add_matrix(name, pairs)
         computed, everything = zip(*pairs, strict=True)
         share = estimates.loss(Losses(rows=self.rows, losses=computed, tokens=everything), self._data)
-        return Estimate(1.0 - share.mean, share.stderr)
+        return replace(share, mean=1.0 - share.mean)
 
 
 def main_stage(data: TokenSet) -> Stage:

@@ -39,6 +39,7 @@
 
   function update() {
     const pick = data.picks[allowance.value][context()];
+    byId("key-pick").hidden = pick === null;
     byId("advice").innerHTML = data.advice[allowance.value][context()];
     if (slider) {
       slider.setAttribute("aria-valuetext", data.contexts[context()]);

@@ -9,6 +9,7 @@ from indexcache_search.page.points import Point, estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.variant import NAMED
+from indexcache_search.results.words import serving_flags, words_of
 from indexcache_search.search.comparison import own_names
 from indexcache_search.search.report.figures import heat_map_figure, loss_figure
 from sglang_indexcache import Pattern
@@ -25,15 +26,18 @@ def render(result: SearchResult) -> str:
         if row.kind == NAMED and row.name in own_names(search.strategy)
     }
 
+    rest = "bytes" if search.bytes is not None else "time"
+
     def served(point: Point) -> str | None:
         if point.pattern not in found:
-            return spelt(point)
+            return spelt(point) if result.pattern_file.selection is None else None
         kept = found[point.pattern]
-        return f"--indexcache-pattern pattern.yaml{'' if kept is None else f'@{kept}'}"
+        name = f"--indexcache-pattern pattern.yaml{'' if kept is None else f'@{kept}'}"
+        return " ".join([name, *serving_flags(result.pattern_file.selection)])
 
     figures = {
         "heat_maps": [
-            heat_map_figure(result.overlap, Pattern.parse(letters, result.pattern_file.selection), kept or "in time")
+            heat_map_figure(result.overlap, Pattern.parse(letters, result.pattern_file.selection), kept or f"in {rest}")
             for letters, kept in found.items()
             if result.overlap is not None
         ],
@@ -42,6 +46,7 @@ def render(result: SearchResult) -> str:
     return template.render(
         metrics=result,
         file=result.pattern_file,
+        words=words_of(result.pattern_file.selection is not None),
         figures=figures,
         columns=tables.columns(held_out),
         rows=[tables.cells(row, held_out) for row in tables.shown_rows(held_out)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -68,7 +69,7 @@ def heat_map_figure(overlap: Sequence[Sequence[float]], pattern: Pattern, title:
 
 
 def changes_figure(held_out: HeldOut) -> Markup:
-    """Draw a panel for each source: how each row differs from the baseline, with two standard errors.
+    """Draw a panel for each source: how each row differs from the baseline, with its interval of 95 %.
 
     Tasks show the share of answers given, sources with a loss mask accuracy, others the loss.
     """
@@ -88,7 +89,7 @@ def changes_figure(held_out: HeldOut) -> Markup:
         panel.errorbar(
             [change.mean for change in changes],
             range(len(rows)),
-            xerr=[2 * (change.stderr or 0.0) for change in changes],
+            xerr=[change.margin if math.isfinite(change.margin) else 0.0 for change in changes],
             fmt="o",
             markersize=4,
             color=BLUE,
