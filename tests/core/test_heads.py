@@ -16,8 +16,15 @@ from sglang_indexcache.families.dsa.heads import troubles
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
+
+
+class AnySglang(SglangSource):
+    """An SGLang that has all that is needed."""
+
+    def require(self, *features: Feature) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -90,8 +97,7 @@ def test_a_server_is_refused_or_warned(tmp_path: Path, caplog: pytest.LogCapture
     request = PatternRequest("x", Pattern("FSSFSS"))
     for backend, refused in (("flashmla_sparse", True), (None, False), ("tilelang", False)):
         caplog.clear()
-        check = Preflight(request, SglangSource(Path(), "0.0"))
-        check.sglang.require = lambda *_: None  # type: ignore[method-assign]
+        check = Preflight(request, AnySglang(Path(), "0.0"))
         arguments = SimpleNamespace(model_path=str(tmp_path), dsa_prefill_backend=backend)
         if refused:
             with pytest.raises(

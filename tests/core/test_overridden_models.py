@@ -11,31 +11,34 @@ import pytest
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.overrides import merged
-from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CONFIGS = {"glm": tiny_config(), "v4": tiny_v4_config(), "llama": tiny_dense_config()}
 
 
+class AnySglang(SglangSource):
+    """An SGLang that has all that is needed."""
+
+    def require(self, *features: Feature) -> None:
+        pass
+
+
 def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
     """Check a server of a pattern file that was made for the model without overrides."""
     config = CONFIGS[name]
     (folder / "config.json").write_text(json.dumps(config))
-    first = pattern_file(Pattern("FSSFSS"), config) if name == "glm" else None
-    if first is None:
-        from sglang_indexcache.families import describe
-
-        native = describe(config, "x").native
-        shared = native.full_role + "S" * (len(native) - 1)
-        first = pattern_file(Pattern(shared, native.selection), config)
-    request = PatternRequest("x", first.as_pattern(), None if letters else first, allow)
-    check = Preflight(request, SglangSource(Path(), "0.0"))
-    check.sglang.require = lambda *_: None  # type: ignore[method-assign]
+    native = describe(config, "x").native
+    roles = "FSSFSS" if name == "glm" else native.full_role + "S" * (len(native) - 1)
+    file = pattern_file(Pattern(roles, native.selection), config)
+    request = PatternRequest("x", file.as_pattern(), None if letters else file, allow)
+    check = Preflight(request, AnySglang(Path(), "0.0"))
     check.check(SimpleNamespace(model_path=str(folder), json_model_override_args=json.dumps(overrides)))
 
 
@@ -47,7 +50,7 @@ def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = Fal
         ("glm", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
         ("glm", {"rope_parameters": {"rope_theta": 7}}, "rope_parameters.rope_theta is .* in the file, 7 in "),
         ("glm", {"num_attention_heads": 2}, "num_attention_heads is "),
-        ("v4", {"index_topk": 4}, "index_topk is "),
+        ("v4", {"sliding_window": 4}, "sliding_window is .* in the file, 4 in "),
         ("llama", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is the default in the file, gelu in "),
     ],
@@ -64,7 +67,7 @@ def test_an_override_that_makes_another_model_is_refused_by_name(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_overrides_that_make_no_other_model_are_none(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
-    same = {key: config[key] for key in ("num_attention_heads", "vocab_size", "index_topk") if key in config}
+    same = {key: config[key] for key in ("num_attention_heads", "vocab_size", "hidden_size")}
     for overrides in ({}, same, {"quantization_config": {"bits": 8}}, {"indexcache": {"source": "x"}}):
         served(name, overrides, tmp_path)
 
