@@ -256,3 +256,17 @@ def test_two_servers_of_one_request_log_it_once(pair: tuple[Stub, Stub], log: Pa
     assert result.exit_code == 0, result.output
     assert len(pair[0].asked) == 20
     assert "another server's log has it as well" in result.stderr
+
+
+def test_every_reason_for_which_requests_are_not_scored_is_shown(pair: tuple[Stub, Stub], log: Path) -> None:
+    """A LoRA adapter that a table of the commonest reasons left out would never be missed."""
+    with log.open("a") as file:
+        for number, name in enumerate(("own", "other")):
+            file.write(finished([9, number], [1], lora_path=name))
+        for number in range(3):
+            file.write(finished([number], []) + finished([number], [1], image_data=["?"]))
+            file.write(finished([number], [1], input_embeds=[[0.5]]) + finished([number, "..."], [1]))
+    result = watch(pair, log)
+    assert result.exit_code == 0 and len(pair[0].asked) == 40
+    for reason in ("wrote its reply: own", "wrote its reply: other", "it has images", "its prompt is embeddings"):
+        assert f"not scored: {1 if 'reply' in reason else 3} requests: " in result.stderr and reason in result.stderr

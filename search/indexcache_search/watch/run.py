@@ -26,6 +26,7 @@ from sglang_indexcache.http.address import Address
 
 COMMAND = "indexcache-watch"
 POLL_SECONDS = 5.0  # between looks at a log that is followed
+REASONS = 20  # for which requests are not scored, on the screen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,7 @@ def run(options: WatchOptions, output: Path, restart: bool, console: Console) ->
     ):
         watch = Watch(options, record, identity, console)
         breached = watch.run()
-        for reason, count in watch.skipped.most_common(3):
+        for reason, count in watch.skipped.most_common(REASONS):
             console.print(f"not scored: {count} requests: {reason}", soft_wrap=True)
         if not record.scored:
             raise SearchError(f"--requests: {options.requests}: no request could be scored")
