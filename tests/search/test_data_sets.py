@@ -87,6 +87,14 @@ def test_the_held_out_set_depends_on_nothing_but_its_size(write: Callable[..., s
         assert build(source, wanted, seed=seed)[0].sha256 == first.sha256
 
 
+def test_documents_that_share_a_part_are_in_one_set_each(write: Callable[..., str]) -> None:
+    """As conversations with the same tools: what they share counts once, and takes no document into the other set."""
+    shared = list(range(50 * STRIDE, 50 * STRIDE + SEQ_LEN))
+    held_out, calibration, _ = build(write([shared + row for row in documents(*[70] * 8)]), (6, 6))
+    assert not ({*of(held_out)} - {50}) & ({*of(calibration)} - {50})
+    assert (50 in of(held_out)) + (50 in of(calibration)) <= 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=25), st.integers(1, 8), st.integers(1, 8), st.integers(0, 5))
 def test_no_document_is_in_both(

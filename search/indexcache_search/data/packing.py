@@ -8,6 +8,7 @@ and recognised by their content, even if shifted.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -86,6 +87,7 @@ class Packer:
         self._held_out, self._used = Seen(), Seen()  # by the evaluation set, and by any other
         self._evaluation: Sequence[str] = ()
         self._both: Sequence[str] = ()  # those of them that give another set, too
+        self._aside: set[bytes] = set()  # digests of whole documents of theirs, even if parts repeat others
 
     def held_out(self, sources: Sequence[str], count: int, others: Sequence[str] = ()) -> TokenSet:
         """Build the evaluation set, before any other; see `collect`.
@@ -166,9 +168,9 @@ class Packer:
             return
         left: list[Document] = []
         documents = self._documents(source, seed, purpose, used, Seen())
-        yield from in_turn(_taken(every_second(documents, left), used))
+        yield from in_turn(self._taken(every_second(documents, left)))
         if not isinstance(count, Wish):
-            yield from in_turn(_taken(left, used))
+            yield from in_turn(self._taken(left))
 
     def _documents(self, source: str, seed: int, purpose: Purpose, used: Seen, read: Seen) -> Iterator[Document]:
         """Yield the documents of a source without sections that are in `used`, `read` or the evaluation set.
@@ -176,10 +178,16 @@ class Packer:
         `read` remembers all of them.
         """
         also = self._held_out if purpose != "evaluation" else Seen()
-        aside = _meets(source, self._evaluation)
+        aside, found = _meets(source, self._evaluation), set[bytes]()
         whole = 1 if _meets(source, self._both) else WHOLE  # so that few documents suffice for two sets
         for number, sections in enumerate(self._reader.documents(source, seed, purpose, whole)):
             reading = self._reader.readings[-1]
+            digest = hashlib.sha256(b"".join(section.tokens.tobytes() for section in sections)).digest()
+            if aside and purpose != "evaluation" and digest in self._aside:
+                reading.aside += digest not in found
+                reading.repeats += digest in found
+                found.add(digest)
+                continue
             repeated, held_out, new = False, False, list[Section]()
             for section in sections:
                 if section.tokens in read or section.tokens in used:
@@ -191,12 +199,19 @@ class Packer:
                 else:
                     new.append(section)
             reading.repeats += repeated
-            reading.aside += held_out and aside
-            reading.held_out += held_out and not aside
+            reading.held_out += held_out
             if any(sketch.covers(section.tokens) for section in sections for sketch in self._calibrated):
                 self.left_out += 1
             elif new:
-                yield Document(number, new)
+                yield Document(number, new, digest)
+
+    def _taken(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield documents, and remember that they are set aside."""
+        for document in documents:
+            self._aside.add(document.digest)
+            for section in document.sections:
+                self._held_out.add(section.tokens)
+            yield document
 
     def _pack(self, sections: Iterator[tuple[int, Section]], wanted: int, first_scored: int) -> list[_Sequence]:
         """Return sequences with a scored token: sections of this length, and others joined and cut."""
@@ -219,14 +234,6 @@ class Packer:
                 if len(packed) == wanted:
                     return packed
         return packed
-
-
-def _taken(documents: Iterable[Document], used: Seen) -> Iterator[Document]:
-    """Yield documents, and remember that they are used."""
-    for document in documents:
-        for section in document.sections:
-            used.add(section.tokens)
-        yield document
 
 
 def _meets(source: str, others: Sequence[str]) -> bool:

@@ -86,7 +86,7 @@ class SourceReading:
         if self.repeats:
             yield f"{self.source}: {self.repeats} {read} repeat others, wholly or in part; what repeats counts once"
         if self.held_out:
-            yield f"{self.source}: {self.held_out} {read} are in the evaluation set, too, and are left out"
+            yield f"{self.source}: {self.held_out} {read} are in the evaluation set, too, all or a part, and left out"
 
 
 class TokenReader:

@@ -13,10 +13,11 @@ HELD_TOKENS = 1 << 26  # of documents begun; with more, these go on before anoth
 
 @dataclass(frozen=True)
 class Document:
-    """A document of a source, by its number among those read, and its sections that may be used."""
+    """A document of a source: its number among those read, its sections that may be used, and a digest of all."""
 
     number: int
     sections: list[Section]
+    digest: bytes = b""
 
 
 def in_turn(documents: Iterable[Document]) -> Iterator[tuple[int, Section]]:
