@@ -45,7 +45,9 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     found = {**config, **{key: value for key, value in overrides.items() if key not in _OF_PATTERNS}}
     for key in _MERGED:
         if isinstance(overrides.get(key), Mapping):
-            saved = next((config[name] for name in _MERGED if isinstance(config.get(name), Mapping)), {})
+            saved: Mapping[str, Any] = next(
+                (config[name] for name in _MERGED if isinstance(config.get(name), Mapping)), {}
+            )
             found[key] = {**saved, **overrides[key]}
             found |= {name: None for name in _MERGED if name != key}
     return found

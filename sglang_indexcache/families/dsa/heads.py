@@ -51,7 +51,7 @@ def troubles(heads: int, arguments: Any) -> Iterator[HeadTrouble]:
     own = heads // ranks
     given = {step: _backend(arguments, step) for step in _OTHERS}
     for step, backend in given.items():
-        if backend in _TAKES and not _TAKES[backend][0](own):
+        if backend is not None and backend in _TAKES and not _TAKES[backend][0](own):
             yield HeadTrouble(_line(heads, own, step, backend, f"--dsa-{step}-backend {backend}"), True)
     eight_bits = str(getattr(arguments, "kv_cache_dtype", None) or "").startswith("fp8")
     if given["prefill"] is None and not eight_bits and not _TAKES[_DEFAULT][0](own):
