@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 UNITS = 1 << 14  # knapsack units of the time of a prompt of the checkpoint's own pattern
 UNKNOWN = -1
-ENOUGH = 64  # sequences that a pick is measured on, or all: what a block costs it costs on rare ones
 
 
 class BudgetFit:
@@ -26,7 +25,7 @@ class BudgetFit:
 
     The largest block of every layer is tried on the first share of the sequences; costs of smaller ones are guessed
     from it. An exact knapsack picks blocks, and its picks are measured on growing shares, up to a quarter of the
-    sequences and at least `ENOUGH` of them, until all are. Some blocks cost something only on rare sequences: if a pick costs more than its blocks
+    sequences, until all are. Some blocks cost something only on rare sequences: if a pick costs more than its blocks
     together, they are also tried on those sequences.
 
     Args:
@@ -42,9 +41,7 @@ class BudgetFit:
         self, pattern: Pattern, judge: Judge, goal: TimeGoal, native: Pattern, guides: Sequence[BudgetFit] = ()
     ) -> None:
         self.pattern, self._judge, self._goal = pattern, judge, goal
-        sizes = [len(rows) for rows in judge.shares]
-        enough = min(max(sizes[-1] / 4, ENOUGH), sizes[-1])
-        self._enough = next(place for place, size in enumerate(sizes) if size >= enough)
+        self._enough = max(0, len(judge.shares) - 3)  # about a quarter of the sequences
         unit = goal.prices.prompt_ms(native) / UNITS
         self._room = math.floor((goal.share * UNITS * unit - goal.prices.rest) / unit + 1e-6)
         self._sizes = [1, *goal.queries]
