@@ -13,6 +13,8 @@ from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, EnginePlan, flag
 from sglang_indexcache.sglang import probes
+from sglang_indexcache.sglang.meaning import Meaning
+from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
 _WANTED = {
@@ -46,6 +48,7 @@ class Calibration(EnginePlan):
     def __init__(self, sglang: SglangSource) -> None:
         super().__init__(sglang)
         self._files: ModelFiles | None = None
+        self._overrides: dict[str, Any] = {}
         self.config_sha256 = self.weights_sha256 = ""
 
     def check(self, server_args: Any) -> None:
@@ -60,13 +63,14 @@ class Calibration(EnginePlan):
             raise CalibrationError("--disaggregation-mode can't be combined with calibration: switch one whole server")
         if getattr(server_args, "tokenizer_worker_num", 1) > 1:
             raise CalibrationError("calibration needs --tokenizer-worker-num 1: other workers don't load plugins")
-        if getattr(server_args, "enable_dp_attention", False) and not getattr(server_args, "enable_dp_lm_head", False):
+        if Meaning(server_args).enable_dp_attention and not getattr(server_args, "enable_dp_lm_head", False):
             raise CalibrationError("calibration needs --enable-dp-lm-head with --enable-dp-attention: logits are huge")
         if not _is_loopback(server_args.host):
             for name, reason in _KEYS.items():
                 if not getattr(server_args, name, None):
                     raise CalibrationError(f"calibration on --host {server_args.host} needs {flag(name)}: {reason}")
 
+        self._overrides = parse_overrides(getattr(server_args, "json_model_override_args", None) or "{}")
         family = self.family_at(at_revision(server_args.model_path, getattr(server_args, "revision", None)))
         self.refuse(family.sglang.refused_flags, server_args)
         if family.sglang.begins_every_stage and getattr(server_args, "pp_size", 1) > 1:
@@ -82,7 +86,7 @@ class Calibration(EnginePlan):
     def family_at(self, model: str) -> Family:
         """See `EnginePlan.family_at`; the pattern is the checkpoint's own, spelled out."""
         if self._family is None:
-            checkpoint = Checkpoint.read(model)
+            checkpoint = Checkpoint.read(model, self._overrides)  # a search of the model without them is refused
             if not checkpoint.family.sglang.calibrated:
                 raise CalibrationError(
                     f"{checkpoint.model.architecture} has no calibration server; expected indexcache-search without"

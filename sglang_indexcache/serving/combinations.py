@@ -211,7 +211,11 @@ COMBINATIONS = (
         "other transfers",
     ),
     Combination(
-        "mixed chunks", ("--enable-mixed-chunk",), _BOTH, ("enable_mixed_chunk",), _given("enable_mixed_chunk")
+        "mixed chunks",
+        ("--enable-mixed-chunk",),
+        f"{_CPU} and on an H200, requests without logprobs (with them SGLang mixes nothing)",
+        ("enable_mixed_chunk",),
+        _given("enable_mixed_chunk"),
     ),
     Combination(
         "HiCache",

@@ -15,7 +15,7 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.dsa.heads import troubles
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
@@ -54,7 +54,7 @@ class AnySglang(SglangSource):
     ],
 )
 def test_heads_of_a_rank_by_the_flags(heads: int, flags: str, found: str | None) -> None:
-    lines = [trouble.line for trouble in troubles(heads, LaunchLine.parse(flags.split()))]
+    lines = [trouble.line for trouble in troubles(heads, Readings.of(flags.split(), None).lines[-1])]
     assert len(lines) == (found is not None)
     assert found is None or found in lines[0]
 

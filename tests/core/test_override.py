@@ -206,7 +206,7 @@ def test_beside_a_pattern_it_is_a_warning(model: Callable[..., str], capsys: pyt
 
 
 def in_line(override: Any, more: str = "") -> str:
-    return f"--tp 8 {more} {FLAG} '{json.dumps(override)}'"
+    return f"--tp 2 {more} {FLAG} '{json.dumps(override)}'"
 
 
 def test_in_a_launch_line(model: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

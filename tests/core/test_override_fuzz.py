@@ -68,7 +68,7 @@ def test_an_override_of_a_launch_line_is_answered(tmp_path: Path, capsys: pytest
         right = ({"index_topk_pattern": roles}, {"indexer_types": words})
         overrides = odd_keys(rng) if rng.random() < 0.5 else {**rng.choice(right), **rng.choice(({}, *right))}
         content = write(tmp_path, architecture, {})
-        line = f"--tp 8 {FLAG} '{json.dumps(overrides)}'"
+        line = f"--tp 2 {FLAG} '{json.dumps(overrides)}'"
         code = main([roles, "--model", str(tmp_path), "--server-args", line, "--json"])
         report = json.loads(capsys.readouterr().out)
         assert code == (1 if report["problems"] else 0)

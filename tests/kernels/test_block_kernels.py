@@ -267,7 +267,7 @@ def test_scores_say_what_does_not_fit() -> None:
     fits: dict[str, Any] = {"q": q, "compressed": compressed, "lengths": lengths, "scale": 1.0, "block_tokens": 64}
     for changes, message in (
         ({"q": q[:1]}, r"q is \[1, 4, 16\] and compressed \[2, 2, 9, 16\]"),
-        ({"q": q[:, :3]}, "q has 3 heads, expected a multiple of the 2"),
+        ({"q": q[:, :3]}, "q has 3 heads of .* dimensions, expected some, and a multiple of the 2 of keys"),
         ({"q": q.bfloat16()}, "q is torch.bfloat16 and compressed torch.float32"),
         ({"block_tokens": 48}, "block_tokens is 48, expected 16 times a power of two"),
         ({"block_tokens": 8}, "block_tokens is 8, expected 16 times a power of two"),

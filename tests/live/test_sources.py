@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("sglang")
+
 from sglang_indexcache.sglang.environment import all_features
 from sglang_indexcache.sglang.probes import SglangSource
 from sglang_indexcache.sglang.read_sources import RAN

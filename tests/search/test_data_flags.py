@@ -32,8 +32,8 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     rows = [
-        json.dumps({"messages": [{**item, "content": item["content"] * n} for item in TALK], "id": n})
-        for n in range(1, 4)
+        json.dumps({"messages": [TALK[0], {**TALK[1], "content": TALK[1]["content"].replace("Thus", word)}], "id": n})
+        for n, word in enumerate(("Thus", "Hence", "Then"), 1)
     ]
     (tmp_path / "chat.jsonl").write_text("\n".join([*rows, *["{"] * BAD]))
 

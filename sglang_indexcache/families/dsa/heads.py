@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_indexcache.sglang.meaning import Meaning
+
 TILE = 64  # heads of FlashMLA's sparse kernel on Hopper, 128 on Blackwell: what does not fit 64 does not fit 128
 _TAKES: Mapping[str, tuple[Callable[[int], bool], str]] = {
     "flashmla_sparse": (lambda heads: not TILE % heads or not heads % TILE, "divisors and multiples of 64"),
@@ -41,7 +43,8 @@ class HeadTrouble:
 
 def troubles(heads: int, arguments: Any) -> Iterator[HeadTrouble]:
     """Yield why SGLang's server arguments, or a launch line, can't serve a model with so many heads."""
-    if (getattr(arguments, "device", None) or "cuda") != "cuda":
+    arguments = Meaning(arguments)
+    if (arguments.device or "cuda") != "cuda":
         return  # there are other kernels; on CPUs SGLang pads the heads of uneven ranks
     ranks = _attention_ranks(arguments)
     if heads % ranks:
@@ -74,11 +77,11 @@ def _attention_ranks(arguments: Any) -> int:
     """Return over how many ranks the heads are shared out: tensor parallelism within data and context parallelism."""
     ranks = getattr(arguments, "tp_size", None) or 1
     if getattr(arguments, "enable_dp_attention", None):
-        ranks //= getattr(arguments, "dp_size", None) or 1
+        ranks //= getattr(arguments, "dp_size", None) or getattr(arguments, "attn_dp_size", None) or 1
     return max(1, ranks // (getattr(arguments, "attn_cp_size", None) or 1))
 
 
 def _backend(arguments: Any, step: str) -> str | None:
-    """Return the kernel that is asked for, under its name before SGLang 0.5.12, too."""
-    found = getattr(arguments, f"dsa_{step}_backend", None) or getattr(arguments, f"nsa_{step}_backend", None)
+    """Return the kernel that is asked for."""
+    found = getattr(arguments, f"dsa_{step}_backend")
     return None if found is None else str(found)

@@ -62,8 +62,7 @@ class DsaSglang(SglangAdapter):
     grouping: ClassVar[Feature | None] = needs.GROUPING
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         """
-        enable_prefill_cp enable_prefill_context_parallel enable_dsa_prefill_context_parallel attn_cp_size dcp_size
-        enable_hisparse
+        enable_prefill_cp attn_cp_size dcp_size enable_hisparse
         """.split(),
         "layers that select for blocks of queries were never tried with it",
     )
