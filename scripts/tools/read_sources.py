@@ -1,4 +1,4 @@
-"""What this plugin replaces in published SGLang versions, and whether each source of it was read.
+"""List the functions that this plugin replaces in published SGLang versions, and say of each whether it was read.
 
 python -m scripts.tools.read_sources 0.5.22 0.5.23 --folder build/wheels
 """

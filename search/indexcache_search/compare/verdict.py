@@ -1,4 +1,4 @@
-"""What a comparison shows: where a pattern or server is worse, and whether a gate may let it pass."""
+"""Say where a pattern or server of a comparison is worse, and whether a gate may let it pass."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _BYTES = 1 << 16
 
 @dataclass
 class _Holder:
-    """What a thread needs to renew a lease, without a reference to the `Lease` itself."""
+    """The state that a thread renews a lease with, without a reference to the `Lease` itself."""
 
     control: Control
     seconds: float

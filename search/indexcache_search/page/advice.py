@@ -37,7 +37,7 @@ class Advice:
 
     @property
     def unsettled(self) -> bool:
-        """Whether the pattern to take may lose more than the allowance after all, or one that is left may not."""
+        """True if the pattern to take may lose more than the allowance after all, or one that is left may not."""
         if self.point is None:
             return self.possible is not None
         return not highest(self.point) <= self.allowance

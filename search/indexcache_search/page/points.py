@@ -95,7 +95,7 @@ class Frontier:
 
     @property
     def dense(self) -> bool:
-        """Whether the patterns are of a dense model."""
+        """True if the patterns are of a dense model."""
         return DENSE in (self.points[0].pattern or "")
 
     def speed(self, point: Point, context: int | None) -> float | None:
