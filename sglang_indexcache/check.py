@@ -206,12 +206,15 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
 
 
+def _source(options: argparse.Namespace) -> SglangSource | None:
+    return SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+
+
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
     ours = split_arguments(words)
-    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    return variables, ours, Readings.of(ours.rest, installed)
+    return variables, ours, Readings.of(ours.rest, _source(options))
 
 
 def _check_launch(
@@ -224,7 +227,7 @@ def _check_launch(
         family = Checkpoint.read(options.model).family
     shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
     served = ours.pattern or variables.get(PATTERN_VARIABLE)
-    found = judge(pattern, family, readings, shard, variables)
+    found = judge(pattern, family, readings, shard, variables, _source(options))
     problems = found.problems
     if ours.calibrate:
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")

@@ -84,6 +84,23 @@ def refusals_of(
         yield "--pp-size", f"--pp-size {stages} can't be combined with a pattern on {family.name}"
 
 
+def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str, str]]:
+    """Yield the flag of HiCache storage whose keys would not show a pattern in this SGLang, and why.
+
+    Args:
+        source: the installed SGLang, or an unpacked one.
+        arguments: SGLang's server arguments, or a launch line.
+    """
+    backend = getattr(arguments, "hicache_storage_backend", None)
+    if not backend:
+        return
+    extra = getattr(arguments, "hicache_storage_backend_extra_config", None)
+    problem = source.refusal(probes.CACHE_KEYS) or unmarked(source, backend, extra)
+    if problem is not None:
+        given = "--hicache-storage-backend"
+        yield given, f"{given} {backend} can't be combined with a pattern: {problem}"
+
+
 class EnginePlan(ABC):
     """The plan of one engine: each of its processes has one, and a scheduler's is proven.
 
@@ -215,13 +232,8 @@ class Preflight(EnginePlan):
             raise PreflightError(line)
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
-        if getattr(server_args, "hicache_storage_backend", None):
-            given = f"--hicache-storage-backend {server_args.hicache_storage_backend}"
-            self.require(probes.CACHE_KEYS, given)
-            extra = getattr(server_args, "hicache_storage_backend_extra_config", None)
-            problem = unmarked(self.sglang, server_args.hicache_storage_backend, extra)
-            if problem is not None:
-                raise PreflightError(f"{given} can't be combined with {self.subject}: {problem}")
+        for _, line in storage_refusals(self.sglang, server_args):
+            raise PreflightError(line)
 
     def family_at(self, model: str) -> Family:
         """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""
