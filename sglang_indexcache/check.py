@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from sglang_indexcache import __version__, override, process
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, PatternError
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.result_folder import ResultFolder
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.fit import as_text, check, remarks
@@ -31,11 +32,18 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.serving.preflight import replacing, unread
 from sglang_indexcache.sglang.environment import Environment
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
+from sglang_indexcache.sglang.refusal import (
+    CALIBRATE_VARIABLE,
+    GROUPING_VARIABLE,
+    PATTERN_VARIABLE,
+    SHARD_VARIABLE,
+    UNREAD_VARIABLE,
+)
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -202,6 +210,10 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
         _check_launch(options, spec, pattern, result, text)
+    elif options.model is not None:
+        lines = _unread(options, pattern, Checkpoint.read(options.model).family, split_arguments(()), {})
+        result["problems"] += lines
+        text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
 
@@ -229,19 +241,34 @@ def _check_launch(
     served = ours.pattern or variables.get(PATTERN_VARIABLE)
     found = judge(pattern, family, readings, shard, variables, _source(options))
     problems = found.problems
-    if ours.calibrate:
+    if ours.calibrate or variables.get(CALIBRATE_VARIABLE) == "1":
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
         readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
     )
-    problems += wrong
+    problems += [*wrong, *_unread(options, pattern, family, ours, variables)]
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
     text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
+
+
+def _unread(
+    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Arguments, variables: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
+    source, on = _source(options), {name for name, value in variables.items() if value == "1"}
+    if source is None or ours.unread or UNREAD_VARIABLE in on:
+        return []
+    shard, group = ours.shard or SHARD_VARIABLE in on, not (ours.ungrouped or GROUPING_VARIABLE in on)
+    try:
+        features = replacing(pattern, family, shard, group)
+    except PatternError:  # no server has such layers, which was said
+        return []
+    return list(unread(source, (item for item in features if source.refusal(item) is None)))
 
 
 def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern
+from sglang_indexcache.check import main
 from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families import FAMILIES
 from sglang_indexcache.families.dense_gqa import backends
@@ -111,6 +112,34 @@ def test_a_caller_that_has_another_name_was_not_read(need: Need, newer: SglangSo
         with pytest.raises(IndexCacheError, match=need.name.rpartition(".")[2]):
             preflight(other, glm, pattern, shard=shard)
     preflight(other, glm, "FSSFSS")
+
+
+def test_the_check_says_what_the_server_would(
+    newer: SglangSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model or a launch line; what it has no word for it leaves to other lines."""
+    glm = model(tmp_path, tiny_config(layers=6))
+    folder = str(changed(newer, needs.RAGGED).root.parent)
+
+    def problems(pattern: str, *more: str) -> list[str]:
+        main([pattern, "--sglang", folder, "--json", *more])
+        found = json.loads(capsys.readouterr().out)["problems"]
+        return [line for line in found if "nobody here has read" in line and needs.RAGGED.target in line]
+
+    assert len(problems("FSSFSS+3q4", "--model", glm)) == 1 and not problems("FSSFSS", "--model", glm)
+    shared = "--indexcache-shard-indexers --tp 2"
+    for more in ((), ("--model", glm)):
+        assert len(problems("FSSFSS+3q4", *more, "--server-args", "--tp 2")) == 1
+        assert len(problems("FSSFSS", *more, "--server-args", shared)) == 1
+        assert not problems("FSSFSS", *more, "--server-args", "--tp 2")
+        assert not problems("FSSFSS", *more, "--server-args", f"{shared} --indexcache-allow-unread-source")
+        assert not problems("FSSFSS", *more, "--server-args", f"{UNREAD_VARIABLE}=1 {shared}")
+    grouping = named("dsa").grouping.reads[0]
+    folder = str(changed(newer, grouping).root.parent)
+    with_grouping = main(["FSSFSS+3q4", "--sglang", folder, "--server-args", "--tp 2"])
+    assert with_grouping == 1 and grouping.target in capsys.readouterr().out
+    main(["FSSFSS+3q4", "--sglang", folder, "--server-args", "--tp 2 --indexcache-no-grouping"])
+    assert grouping.target not in capsys.readouterr().out
 
 
 def test_what_read_versions_lack_may_be_missing(newer: SglangSource, monkeypatch: pytest.MonkeyPatch) -> None:
