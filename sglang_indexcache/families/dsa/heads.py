@@ -76,8 +76,8 @@ def _line(heads: int, own: int, step: str, backend: str, named: str) -> str:
 def _attention_ranks(arguments: Any) -> int:
     """Return over how many ranks the heads are shared out: tensor parallelism within data and context parallelism."""
     ranks = getattr(arguments, "tp_size", None) or 1
-    if getattr(arguments, "enable_dp_attention", None):
-        ranks //= getattr(arguments, "dp_size", None) or getattr(arguments, "attn_dp_size", None) or 1
+    if getattr(arguments, "enable_dp_attention", None):  # server arguments have 1 for the one of two that is not given
+        ranks //= max(getattr(arguments, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
     return max(1, ranks // (getattr(arguments, "attn_cp_size", None) or 1))
 
 
