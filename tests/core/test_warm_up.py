@@ -65,8 +65,9 @@ def test_it_fits_into_the_context(server: Any, caplog: pytest.LogCaptureFixture)
     assert len(server.asked) == 1 and "one has at most 2048 tokens, a selection 2048" in caplog.text
 
 
-def test_every_replica_gets_one(server: Any) -> None:
-    server.args.dp_size = 3
+@pytest.mark.parametrize("sizes", [{"dp_size": 3}, {"dp_size": 1, "attn_dp_size": 3}], ids=["replicas", "attention"])
+def test_every_data_parallel_rank_gets_one(server: Any, sizes: dict[str, int]) -> None:
+    vars(server.args).update(sizes)
     warm_up.run(10, lambda args: True, server.args)
     prompts = server.asked[0][1]["input_ids"]
     assert len(prompts) == 3 and {len(prompt) for prompt in prompts} == {138}
