@@ -13,7 +13,6 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
     FREQ_KEY,
-    NESTED,
     OFFSET_KEY,
     SHARING_KEYS,
     TYPES_KEY,
@@ -26,7 +25,7 @@ from sglang_indexcache.files.pattern_file import PatternFile
 from sglang_indexcache.model.checkpoint import Checkpoint, read_config
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
+from sglang_indexcache.sglang.overrides import FLAG, PARTS, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 _NEXTN_KEY = "num_nextn_predict_layers"
@@ -71,7 +70,7 @@ class Alone:
 
 def says_roles(overrides: Mapping[str, Any]) -> bool:
     """Return whether overrides have a key, by itself or within that of a text model, that says which layers share."""
-    inner = (overrides.get(outer) for outer in NESTED)
+    inner = (overrides.get(outer) for outer in PARTS)
     return any(
         key in given for given in (overrides, *inner) if isinstance(given, Mapping) for key in (*SHARING_KEYS, CLI_KEY)
     )
