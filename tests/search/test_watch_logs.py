@@ -65,6 +65,13 @@ def test_rows_of_a_searchs_data_are_requests(tmp_path: Path) -> None:
     ]
 
 
+def test_a_byte_order_mark_may_begin_a_file(tmp_path: Path) -> None:
+    mark = "\ufeff"  # written by editors on Windows
+    (tmp_path / "rows.jsonl").write_text(mark + json.dumps({"input_ids": [1, 2], "output_ids": [3]}) + "\n")
+    (tmp_path / "a.log").write_text(mark + finished([4], [5]))
+    assert sorted(found(tmp_path)) == [([1, 2, 3], [False, False, True]), ([4, 5], [False, True])]
+
+
 def test_a_log_is_read_on_from_its_end_and_a_line_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     line = finished([3], [4])

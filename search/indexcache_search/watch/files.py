@@ -6,6 +6,7 @@ on from there. So a log counts once whether it is renamed (as SGLang does), copi
 
 from __future__ import annotations
 
+import codecs
 import copy
 import gzip
 import hashlib
@@ -175,7 +176,8 @@ class GrowingFiles:
 
 
 def _record(line: bytes) -> Record:
-    """Return the object on a line."""
+    """Return the object on a line, which a byte order mark may begin, as in files from Windows."""
+    line = line.removeprefix(codecs.BOM_UTF8)
     stamp = _STAMP.match(line)
     try:
         content: Any = json.loads(line[0 if stamp is None else stamp.end() :].decode())
