@@ -200,6 +200,23 @@ def test_columns_that_are_not_read_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"input": "a", "output": "b"}, "input, output"),
+        ({"prompt": None, "query": "a", "answer": "b"}, "query, answer"),
+        ({"conversations": turns("a")}, "conversations"),
+        ({"content": "a"}, "content"),
+        ({"instruction": "a", "response": "b"}, "instruction, response"),
+        ({"context": "a", "question": "b", "answers": ["c"]}, "context, question, answers"),
+        ({"body": {"messages": turns("a")}}, "body (batch)"),
+        ({"obj": {}, "out": {}}, "obj, out (SGLang's log)"),
+    ],
+)
+def test_rows_are_named_by_the_columns_of_the_user(row: dict[str, Any], name: str) -> None:
+    assert shape_of(row).named(row) == name
+
+
+@pytest.mark.parametrize(
     ("row", "text", "counts"),
     [
         (

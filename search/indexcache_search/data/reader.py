@@ -27,7 +27,7 @@ class SourceReading:
     """Counts of the rows read so far from one source for one purpose. A row is a document.
 
     Attributes:
-        rows: number of rows understood, by shape.
+        rows: number of rows understood, by the columns that were read.
         repeats: number of rows of which all or a part repeats others that were read, and is left out.
         held_out: number of rows of which all or a part is in the evaluation set, which another source gave.
         aside: number of rows set aside for the evaluation set, which this source gave.
@@ -190,7 +190,7 @@ class TokenReader:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(wrong):
             raise RowError(f"token id {wrong[0]}, expected 0 to {self._vocab_size - 1}")
-        reading.rows[shape.name] += 1
+        reading.rows[shape.named(record)] += 1
         reading.unread.update(shape.unread(record))
         reading.tokens += len(tokens)
         reading.counted += int(mask.sum())

@@ -57,8 +57,13 @@ class Shape:
             RowError: if its columns can't be understood, or contradict each other.
         """
         if self.name != "input_ids" and row.get("loss_mask") is not None:
-            raise RowError(f"loss_mask stands beside {self.name}, expected it beside input_ids")
+            raise RowError(f"loss_mask stands beside {self.named(row)}, expected it beside input_ids")
         return self._read({names[0]: one_of(row, names) for names in self._columns})
+
+    def named(self, row: Row) -> str:
+        """Return the name with the columns that `row` has, such as `question, answer` of `prompt, response`."""
+        own = [next((name for name in names if row.get(name) is not None), names[0]) for names in self.needs]
+        return ", ".join(own) + "".join(self.name.partition(" (")[1:])
 
     def unread(self, row: Row) -> list[str]:
         """List the columns of `row` that hold a value but are not read."""
