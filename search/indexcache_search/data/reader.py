@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -218,6 +219,8 @@ class TokenReader:
         ):
             if given and not any(name in str(source) for name in names):
                 self._notes[f"{reading.source}: the chat template leaves out {word}"] = None
+        for role in _left_out(content, "".join(text.text for text in written)):
+            self._notes[f"{reading.source}: the chat template leaves out messages of role {role}"] = None
         return written
 
     def _tokenized(self, text: Text) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -244,6 +247,17 @@ class TokenReader:
         if not text.ended and self.tokenizer.eos_token_id is not None:
             ids, flags = [*ids, self.tokenizer.eos_token_id], [*flags, True]
         return np.asarray(ids, np.int64), np.asarray(flags, np.bool_)
+
+
+def _left_out(chat: Chat, text: str) -> list[str]:
+    """Return the roles other than user and assistant whose messages before the last reply are not in a text."""
+    replies = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    found: dict[str, None] = {}
+    for message in chat.messages[: replies[-1]] if replies else ():
+        word = max(re.findall(r"\w+", message["content"]), key=len, default="")
+        if message["role"] not in ("user", "assistant") and word not in text:
+            found[message["role"]] = None
+    return list(found)
 
 
 def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[bool]:

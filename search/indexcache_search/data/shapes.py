@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,6 +154,7 @@ def _logged(row: Cells) -> Section | Text:
 
 def _chosen(row: Cells) -> Chat | Text:
     """Read the preferred answer of a preference pair, with or without its prompt."""
+    row = _unpacked(row)
     prompt, chosen = row["prompt"].value, row["chosen"].value
     if isinstance(chosen, str) and (prompt is None or (isinstance(prompt, str) and chosen.startswith(prompt))):
         return Text.of(prompt or "", chosen.removeprefix(prompt or ""))
@@ -160,6 +163,7 @@ def _chosen(row: Cells) -> Chat | Text:
 
 def _continued(row: Cells, name: str) -> Chat | Text:
     """Join a prompt and its continuation `name`: strings unchanged, messages through the template."""
+    row = _unpacked(row)
     prompt, end = row["prompt"], row[name]
     if isinstance(prompt.value, str) and isinstance(end.value, str):
         return Text.of(prompt.value, end.value)
@@ -168,6 +172,22 @@ def _continued(row: Cells, name: str) -> Chat | Text:
     if behind.value[: len(before.value)] == before.value or (isinstance(prompt.value, str) and asked):
         return _chat(row, behind)  # the prompt is in it, too
     return _chat(row, before, behind)
+
+
+def _unpacked(row: Cells) -> Cells:
+    """Return cells of which those that hold messages as JSON, as tables do, hold the messages."""
+    return {name: Cell(_messages_of(cell.value), cell.name) for name, cell in row.items()}
+
+
+def _messages_of(value: Any) -> Any:
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if isinstance(found, list) and all(
+                isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+            ):
+                return found
+    return value
 
 
 def _turn(cell: Cell, role: str) -> Cell:
@@ -221,6 +241,7 @@ def _ruler(row: Cells) -> Text:
 
 def _answer(row: Cells, question: str = "prompt", answer: str = "response") -> Chat:
     """Read a question and its answer: strings, or messages."""
+    row = _unpacked(row)
     prompt, reply = row[question], row[answer]
     if not (isinstance(reply.value, list) and reply.value and isinstance(reply.value[0], dict) and _says(reply.value)):
         reply = _first(reply)
