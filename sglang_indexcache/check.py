@@ -104,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
+    for name, value in vars(options).items():
+        if [] in (value if name == "server" else [value]):  # what argparse makes of `--`
+            parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
         parser.error(f"expected one of a pattern, --environment, --known, and --model with {FLAG}")

@@ -190,6 +190,9 @@ def test_bad_overrides_are_refused(given: str, message: str) -> None:
         ["p.yaml", "--server", "http://x", "--sglang", "folder"],
         ["p.yaml", "--server", "http://x", "--allow-config-mismatch"],
         ["p.yaml", "--server", "http://x", "--json-model-override-args", '{"rope_theta": 1}'],
+        ["FSSS", "--server-args", "--"],
+        ["FSSS", "--model=--"],
+        ["FSSS", "--server=--"],
     ],
 )
 def test_what_to_check_must_be_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
