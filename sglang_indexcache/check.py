@@ -188,13 +188,14 @@ def _pattern(options: argparse.Namespace) -> int:
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
+    more = options.server_args is not None or bool(options.server)
     if options.model is not None:
         overrides, unpacked = options.json_model_override_args, options.sglang
         line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
         report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        text.append(as_text(report))
+        text.append(as_text(report, last=not more))
     else:
         pattern = spec.known()
         architecture = None if spec.file is None else spec.file.model.architecture
@@ -207,6 +208,8 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_launch(options, spec, pattern, result, text)
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+    if options.model is not None and more and not result["problems"]:
+        text.append("no problems")
 
 
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:

@@ -148,8 +148,13 @@ def check(
     )
 
 
-def as_text(report: Report) -> str:
-    """Return the report for people: one line for each fact, a table by layer, problems last."""
+def as_text(report: Report, last: bool = True) -> str:
+    """Return the report for people: one line for each fact, a table by layer, problems last.
+
+    Args:
+        report: the report.
+        last: if false, more is checked behind it, and it does not say that there are no problems.
+    """
     pattern = Pattern.parse(report.pattern, report.selection)
     own = f" and {len(pattern.own_layers)} F" if pattern.own_layers else ""
     lines = [
@@ -172,8 +177,8 @@ def as_text(report: Report) -> str:
     if report.alone:
         lines += [f"{FLAG} as it was given, without the launcher:", *reading_lines(report.alone, pattern.roles), ""]
     lines += remarks(report.notes, report.warnings)
-    lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]
-    return "\n".join(lines)
+    lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"] * last
+    return "\n".join(lines).rstrip()
 
 
 def _selection(selection: Selection) -> str:

@@ -310,6 +310,16 @@ def test_a_launch_line_that_would_not_serve_it_is_a_problem(
     assert len(found) == 1 and found[0].startswith(f"problem: {problem}")
 
 
+@pytest.mark.parametrize(("line", "code"), [("--tp 2", 0), ("--enable-two-batch-overlap", 1)])
+def test_no_problems_is_said_once_all_was_checked(
+    line: str, code: int, model: Path, write_file: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stood above the problems of a launch line."""
+    assert main([write_file(), "--model", str(model), "--server-args", line]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("no problems") == 1 - code and lines[-1].startswith("problem: " if code else "no problems")
+
+
 def test_a_launch_line_that_serves_it_has_our_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
     line = "python -m sglang_indexcache.launch_server --indexcache-pattern FSSFSS --tp 8 --log-level error"
     assert main(["FSSFSS", "--json", "--server-args", line]) == 0
