@@ -237,7 +237,13 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+        readings.lines[-1],
+        pattern,
+        family,
+        spec.file,
+        options.model,
+        options.sglang,
+        options.allow_config_mismatch or ours.allow_mismatch,
     )
     problems += wrong
     result["warnings"] = [*result.get("warnings", ()), *others]

@@ -86,19 +86,22 @@ def check(
     """
     checkpoint = Checkpoint.read(model)
     pattern = spec.unchecked(checkpoint.model.native, checkpoint.locked)
-    problems, notes = [str(error) for error in checkpoint.misfits(pattern, spec.file, allow_config_mismatch)], []
+    family, override, given, notes = checkpoint.family, None, {}, []
+    served, refused = checkpoint, []
+    try:
+        given = parse_overrides(user_overrides)
+        override = family.sglang.to_overrides(given, pattern)
+        if given:
+            served = Checkpoint.read(model, given)
+    except IndexCacheError as error:
+        refused.append(str(error))
     if spec.is_uniform and len(checkpoint.locked) and pattern != spec.unchecked(checkpoint.model.native, ()):
         notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
-    family, override, given = checkpoint.family, None, {}
-    heads = list(family.sglang.head_troubles(checkpoint.model, arguments or LaunchLine()))
-    problems += [trouble.line for trouble in heads if trouble.certain]
-    try:
-        given = parse_overrides(user_overrides)
-        override = family.sglang.to_overrides(given, pattern)
-    except IndexCacheError as error:
-        problems.append(str(error))
+    heads = list(family.sglang.head_troubles(served.model, arguments or LaunchLine()))
+    problems = [str(error) for error in served.misfits(pattern, spec.file, allow_config_mismatch)]
+    problems += [*(trouble.line for trouble in heads if trouble.certain), *refused]
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
