@@ -112,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
+    for name, value in vars(options).items():
+        if [] in (value if name == "server" else [value]):  # what argparse makes of `--`
+            parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
         parser.error(f"expected one of a pattern, --environment, --known, and --model with {FLAG}")
@@ -193,13 +196,14 @@ def _pattern(options: argparse.Namespace) -> int:
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
+    more = options.server_args is not None or bool(options.server)
     if options.model is not None:
         overrides, unpacked = options.json_model_override_args, options.sglang
         line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
         report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        text.append(as_text(report))
+        text.append(as_text(report, last=not more))
     else:
         pattern = spec.known()
         architecture = None if spec.file is None else spec.file.model.architecture
@@ -216,6 +220,8 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+    if options.model is not None and more and not result["problems"]:
+        text.append("no problems")
 
 
 def _source(options: argparse.Namespace) -> SglangSource | None:
@@ -246,7 +252,13 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+        readings.lines[-1],
+        pattern,
+        family,
+        spec.file,
+        options.model,
+        options.sglang,
+        options.allow_config_mismatch or ours.allow_mismatch,
     )
     problems += [*wrong, *_unread(options, pattern, family, ours, variables)]
     result["warnings"] = [*result.get("warnings", ()), *others]

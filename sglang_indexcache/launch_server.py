@@ -117,7 +117,7 @@ def split_arguments(arguments: Sequence[str]) -> Arguments:
         if word.replace("_", "-").startswith(_PREFIX):
             flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, GROUPING_FLAG, UNREAD_FLAG, CALIBRATE_FLAG))
             raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
-    if "" in ours.patterns:
+    if not all(ours.patterns):  # argparse makes an empty list of `--`
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
     if len(ours.patterns) > 1:
         raise LaunchError(f"{PATTERN_FLAG} is given twice")

@@ -22,7 +22,7 @@ from sglang_indexcache.files import strict_yaml
 from sglang_indexcache.files.atomic import read_regular
 
 SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
-COMMANDS = ("search", "eval", "distill", "offload")  # whose names sections have, after `indexcache-`
+COMMANDS = ("search", "eval", "distill", "offload", "watch")  # whose names sections have, after `indexcache-`
 _VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([^}]*)\}?)")
 SERVER = "server"  # key in `context.meta` for flags that are passed on to the server
 
