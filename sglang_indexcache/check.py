@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -32,10 +32,10 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
 from sglang_indexcache.sglang.environment import Environment
-from sglang_indexcache.sglang.launch_line import Readings, split_text
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
+from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
+from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE, SHARD_VARIABLE
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -186,9 +186,11 @@ def _pattern(options: argparse.Namespace) -> int:
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     if options.model is not None:
-        overrides, unpacked = options.json_model_override_args, options.sglang
-        line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
+        line, allow = None, options.allow_config_mismatch
+        if options.server_args is not None:
+            variables, ours, readings = _launch_line(options)
+            line, allow = readings.lines[-1], allow or _allows(variables, ours)
+        report = check(spec, options.model, _overrides(options, line), allow, options.sglang, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))
@@ -204,6 +206,22 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_launch(options, spec, pattern, result, text)
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+
+
+def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
+    """Return the overrides that the server is started with: those of the check's own flag, or of the launch line."""
+    own: str = options.json_model_override_args
+    text = None if line is None else line.json_model_override_args
+    if text is None:
+        return own
+    if own != "{}" and parse_overrides(own) != parse_overrides(str(text)):
+        raise IndexCacheError(f"{FLAG} is not that of --server-args; expected one of the two")
+    return str(text)
+
+
+def _allows(variables: Mapping[str, str], ours: Arguments) -> bool:
+    """Return whether a launch line accepts a file that was made for another config.json."""
+    return ours.allow_mismatch or variables.get(ALLOW_MISMATCH_VARIABLE) == "1"
 
 
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
@@ -231,9 +249,11 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang, _allows(variables, ours)
     )
-    problems += wrong
+    said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
+    problems += [line for line in wrong if line not in said]
+    others = [line for line in others if line not in said]
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
