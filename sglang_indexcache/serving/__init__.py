@@ -45,7 +45,7 @@ from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
 from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.read_sources import never_run
-from sglang_indexcache.sglang.requested import KEY
+from sglang_indexcache.sglang.requested import CALIBRATION_KEY, KEY
 
 logger = logging.getLogger(__name__)
 
@@ -226,11 +226,15 @@ def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Report what was proven in `/server_info` of each DP rank (after `Scheduler.get_internal_state`).
 
+    A calibration server says that it is one.
+
     Raises:
         ProofError: if its model was not proven.
     """
     plan = engines.plan_of(scheduler.server_args)
-    if plan is not None and plan.serves:
+    if plan is not None and not plan.serves:
+        reply.internal_state[CALIBRATION_KEY] = True
+    elif plan is not None:
         found = plan.proven.status(plan.source)
         reply.internal_state[KEY] = {**found, **plan.family.sglang.saved(scheduler.tp_worker.model_runner)}
 

@@ -87,6 +87,12 @@ class Stub:
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, answer = stub.read(self.path)
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 stub.requests += 1
@@ -123,6 +129,11 @@ class Stub:
     def clock(self) -> float:
         """Of leases; `passed` seconds went by at once."""
         return time.monotonic() + self.passed
+
+    def read(self, path: str) -> tuple[int, Any]:
+        """Answer GET."""
+        states = [{"indexcache_calibration": True}] * len(self.patterns)
+        return (200, {"internal_states": states}) if path == "/server_info" else (404, None)
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/generate":
