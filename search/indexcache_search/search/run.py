@@ -36,7 +36,7 @@ from indexcache_search.prices.pricing import ANYWHERE, column
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE
-from indexcache_search.results.words import counted, serving_flags
+from indexcache_search.results.words import counted
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.estimate import MINUTE, Estimate, size_of
@@ -402,5 +402,4 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    flags = serving_flags(result.pattern_file.selection)
-    out.print(f"      {serving(advised, model, *flags)}", soft_wrap=True)
+    out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)
