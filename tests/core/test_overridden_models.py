@@ -44,6 +44,9 @@ class AnySglang(SglangSource):
     def require(self, *features: Feature) -> None:
         pass
 
+    def unread(self, feature: Feature) -> str | None:
+        return None
+
 
 def made(name: str, folder: Path) -> PatternFile:
     """Write the config.json of a model, and make a pattern file for it."""
