@@ -270,8 +270,9 @@ def _check_launch(
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
+    allow = options.allow_config_mismatch or _allows(variables, ours)
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang, _allows(variables, ours)
+        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang, allow
     )
     said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
     problems += [line for line in wrong if line not in said]
