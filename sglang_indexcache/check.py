@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from sglang_indexcache import __version__, override, process
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.errors import IndexCacheError, PatternError
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.files.result_folder import ResultFolder
 from sglang_indexcache.files.spec import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.fit import as_text, check, remarks
@@ -31,11 +32,19 @@ from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.serving.preflight import replacing, unread
 from sglang_indexcache.sglang.environment import Environment
-from sglang_indexcache.sglang.launch_line import Readings, split_text
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
+from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
+from sglang_indexcache.sglang.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
+    CALIBRATE_VARIABLE,
+    GROUPING_VARIABLE,
+    PATTERN_VARIABLE,
+    SHARD_VARIABLE,
+    UNREAD_VARIABLE,
+)
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -190,9 +199,11 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     more = options.server_args is not None or bool(options.server)
     if options.model is not None:
-        overrides, unpacked = options.json_model_override_args, options.sglang
-        line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
+        line, allow = None, options.allow_config_mismatch
+        if options.server_args is not None:
+            variables, ours, readings = _launch_line(options)
+            line, allow = readings.lines[-1], allow or _allows(variables, ours)
+        report = check(spec, options.model, _overrides(options, line), allow, options.sglang, line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report, last=not more))
@@ -206,18 +217,41 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
         _check_launch(options, spec, pattern, result, text)
+    elif options.model is not None:
+        lines = _unread(options, pattern, Checkpoint.read(options.model).family, split_arguments(()), {})
+        result["problems"] += lines
+        text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
     if options.model is not None and more and not result["problems"]:
         text.append("no problems")
 
 
+def _source(options: argparse.Namespace) -> SglangSource | None:
+    return SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+
+
+def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
+    """Return the overrides that the server is started with: those of the check's own flag, or of the launch line."""
+    own: str = options.json_model_override_args
+    text = None if line is None else line.json_model_override_args
+    if text is None:
+        return own
+    if own != "{}" and parse_overrides(own) != parse_overrides(str(text)):
+        raise IndexCacheError(f"{FLAG} is not that of --server-args; expected one of the two")
+    return str(text)
+
+
+def _allows(variables: Mapping[str, str], ours: Arguments) -> bool:
+    """Return whether a launch line accepts a file that was made for another config.json."""
+    return ours.allow_mismatch or variables.get(ALLOW_MISMATCH_VARIABLE) == "1"
+
+
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
     ours = split_arguments(words)
-    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    return variables, ours, Readings.of(ours.rest, installed)
+    return variables, ours, Readings.of(ours.rest, _source(options))
 
 
 def _check_launch(
@@ -230,27 +264,40 @@ def _check_launch(
         family = Checkpoint.read(options.model).family
     shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
     served = ours.pattern or variables.get(PATTERN_VARIABLE)
-    found = judge(pattern, family, readings, shard, variables)
+    found = judge(pattern, family, readings, shard, variables, _source(options))
     problems = found.problems
-    if ours.calibrate:
+    if ours.calibrate or variables.get(CALIBRATE_VARIABLE) == "1":
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
+    allow = options.allow_config_mismatch or _allows(variables, ours)
     wrong, others = override.in_launch_line(
-        readings.lines[-1],
-        pattern,
-        family,
-        spec.file,
-        options.model,
-        options.sglang,
-        options.allow_config_mismatch or ours.allow_mismatch,
+        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang, allow
     )
-    problems += wrong
+    said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
+    problems += [line for line in wrong if line not in said]
+    problems += _unread(options, pattern, family, ours, variables)
+    others = [line for line in others if line not in said]
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
     text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
+
+
+def _unread(
+    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Arguments, variables: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
+    source, on = _source(options), {name for name, value in variables.items() if value == "1"}
+    if source is None or ours.unread or UNREAD_VARIABLE in on:
+        return []
+    shard, group = ours.shard or SHARD_VARIABLE in on, not (ours.ungrouped or GROUPING_VARIABLE in on)
+    try:
+        features = replacing(pattern, family, shard, group)
+    except PatternError:  # no server has such layers, which was said
+        return []
+    return list(unread(source, (item for item in features if source.refusal(item) is None)))
 
 
 def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from indexcache_search.errors import NonFiniteLossError
+from indexcache_search.results.words import serving_flags
+from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.process import exit_line
 
 WIDE = 200  # columns where stdout is not a terminal
@@ -33,10 +35,10 @@ def command(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def serving(pattern: object, model: object, *flags: str) -> str:
-    """Return the command that serves `pattern`, a file, on `model`, a folder or hub id, with more flags."""
+def serving(pattern: object, model: object, selection: Selection | None) -> str:
+    """Return the command that serves `pattern`, a file with this `selection`, on `model`, a folder or hub id."""
     launch = ("python", "-m", "sglang_indexcache.launch_server")
-    return command(*launch, "--indexcache-pattern", pattern, "--model-path", model, *flags)
+    return command(*launch, "--indexcache-pattern", pattern, "--model-path", model, *serving_flags(selection))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from sglang_indexcache.sglang.refusal import (
     refuse,
 )
 
+CALIBRATION_KEY = "indexcache_calibration"  # in /server_info of a calibration server
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
 _OFF = ("", "0")  # values of a variable that is off

@@ -171,7 +171,9 @@ def images() -> list[str]:
 def test_the_image_is_of_the_newest_sglang_and_of_this_version() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert f"FROM lmsysorg/sglang:v{VERSIONS[-1]}\n" in text
-    assert {image.rpartition(":")[2] for image in images()} == {f"{VERSIONS[-1]}-{__version__.partition('.dev')[0]}"}
+    tags = {image.rpartition(":")[2] for image in images()}
+    assert tags == {f"{VERSIONS[-1]}-{__version__}"}, "no checkout of a version to come can be built"
+    assert all(re.fullmatch(r"\w[\w.-]{0,127}", tag) for tag in tags)
     assert f"-t {images()[0]} ." in text
 
 

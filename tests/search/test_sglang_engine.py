@@ -19,7 +19,10 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.search.prompt_times import PromptTimes
+from indexcache_search.search.run import prices_of
+from indexcache_search.strategies.base import Goal
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.families import describe
 from tests.conftest import LAYERS
 from tests.search.calibration_stub import (
     DATA,
@@ -41,8 +44,7 @@ def stubs() -> Iterator[list[Stub]]:
     made = [Stub(), Stub()]
     yield made
     for stub in made:
-        stub.http.shutdown()
-        stub.http.server_close()
+        stub.close()
 
 
 def test_losses_are_sums_over_the_scored_tokens(stubs: list[Stub]) -> None:
@@ -154,8 +156,7 @@ def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
     engine(stub).prompt_speed(lines_of(PATTERNS[0]), DATA)
     assert {rank for rank, _, _ in stub.timed} == {0}
     assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
-    stub.http.shutdown()
-    stub.http.server_close()
+    stub.close()
 
 
 def test_times_of_prompts_are_kept_in_the_journal(stubs: list[Stub], tmp_path: Path) -> None:
@@ -174,6 +175,18 @@ def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:
     stubs[0].fail = lambda path: (0, None) if path == "/generate" else None
     assert len(measuring.prompt_speed(lines_of(PATTERNS[0]), DATA)) == 2
     assert len(stubs[1].timed) == 12
+
+
+def test_where_its_servers_run(stubs: list[Stub]) -> None:
+    stubs[0].versions = {**VERSIONS, "sglang": "0.5.23+cu130", "device": "NVIDIA H200"}
+    live = engine(stubs[0])
+    assert live.place == ("NVIDIA H200", "0.5.23")
+    config = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 12, "index_topk": 2048}
+    live.model = describe(config, "glm")
+    prices = prices_of(live, Goal(native=live.model.native, full_layers={}), lambda line: None)
+    servers = "while its servers have NVIDIA H200, not NVIDIA H100 80GB HBM3, SGLang 0.5.23, not 0.5.17"
+    assert prices is not None and prices.words.endswith(servers)
+    assert engine(stubs[1]).place == (None, "0.5.23")
 
 
 def test_what_a_result_depends_on(stubs: list[Stub]) -> None:

@@ -13,6 +13,7 @@ from indexcache_search.compare import held_out, measure, result
 from indexcache_search.compare.candidates import Candidates
 from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
+from indexcache_search.compare.unswitched import Unswitched
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
@@ -171,13 +172,16 @@ def _run(
     failure = None
     with bar(console) as progress:
         if candidates.endpoints:
+            unswitched = Unswitched(candidates.endpoints)
             task = progress.add_task("servers", total=len(candidates.endpoints) * number)
             compared = measure.servers(candidates.endpoints, built, partial(progress.advance, task))
+            unswitched.check()
             engine = ", ".join(map(str, candidates.endpoints))
             if speed is not None:
                 task = progress.add_task("speed", total=len(speed.loads()))
                 try:
                     for rows in _timed(candidates.endpoints, compared, speed, built, partial(progress.advance, task)):
+                        unswitched.check()
                         speeds += rows
                 except IndexCacheError as error:
                     failure = error

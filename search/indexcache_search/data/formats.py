@@ -15,9 +15,10 @@ from typing import Any, TextIO
 
 from indexcache_search.data import request_log
 from indexcache_search.data.chats import kind
-from indexcache_search.errors import DataError, RowError
+from indexcache_search.errors import DataError, NoRequestsError, RowError
 from sglang_indexcache.errors import one_line
 from sglang_indexcache.files.atomic import reason
+from sglang_indexcache.files.other_kinds import is_pointer
 
 KINDS = {
     ".jsonl": "json",
@@ -33,12 +34,13 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS = (
-    ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow, .log (SGLang's)"
+    ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow, .log (SGLang's,"
+    " also rotated)"
 )
 _TABLES = ("parquet", "arrow")  # compressed inside
 _BATCH = 256  # rows of a table turned into objects at a time
-_LFS = b"version https://git-lfs.github.com/spec/"
 _ARROW = b"ARROW1"
+_BEGINNING = 1024  # bytes of a file by which a pointer is known
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -52,8 +54,9 @@ Record = Mapping[str, Any] | RowError
 
 def kind_of(path: Path) -> str | None:
     """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
-    if request_log.is_named(path):
-        return "log"
+    lines = request_log.LINES.search(path.name)
+    if lines is not None:
+        return "log" if request_log.is_named(path) else "json"
     compressed = path.suffix.lower() in COMPRESSIONS
     kind = KINDS.get((path.with_suffix("") if compressed else path).suffix.lower())
     return None if compressed and kind in _TABLES else kind
@@ -70,7 +73,7 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
     ]
     try:
         with path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
+            if is_pointer(file.read(_BEGINNING)):
                 raise DataError(f"{path}: is a Git LFS pointer, not the data; expected the file that git lfs pull gets")
         for place, record in read(path):
             yield f"{path}: {place}" if place else str(path), record
@@ -122,16 +125,28 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _log(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the finished requests of SGLang's log, in which other lines may stand."""
+    """Yield the requests of clients that SGLang's log finishes; other lines may stand there, and a last one be cut."""
     found = False
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            request = request_log.finished(line)
-            if request is not None:
-                found = True
-                yield f"line {number}", request
+            record = request_log.finished(line)
+            if isinstance(record, RowError) and not line.endswith("\n"):
+                continue  # still being written
+            if record is None or _is_nobodys(record):
+                continue
+            found = True
+            yield f"line {number}", record
     if not found:
-        raise DataError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
+        raise NoRequestsError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
+
+
+def _is_nobodys(record: Record) -> bool:
+    """Return true for a finished request that no client sent, or that was aborted."""
+    try:
+        request = None if isinstance(record, RowError) else request_log.Finished.of(record)
+    except RowError:
+        return False
+    return not isinstance(record, RowError) and (request is None or request.aborted)
 
 
 def _row(line: str) -> Record:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from indexcache_search.compare.endpoints import Endpoint
+from indexcache_search.compare.unswitched import Unswitched
 from indexcache_search.errors import SearchError
 from indexcache_search.harness import lm_eval
 from indexcache_search.harness.lm_eval import Harness
@@ -111,7 +112,7 @@ def run(
         beside: keep the other results in `output`: the same command has just written them.
 
     Raises:
-        SearchError: as `check`, and if lm-eval fails.
+        SearchError: as `check`, if lm-eval fails, or if a search switches the pattern of a server.
         DataError: if the servers answered other documents than the baseline.
         IndexCacheError: if a server does not answer.
     """
@@ -119,6 +120,7 @@ def run(
     set_quiet()
     reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
+    unswitched = Unswitched(addresses)
     space = min(room(own(address), "--harness") for address in addresses)
     with (
         OwnFolder(output, "indexcache-eval", [FILE, LOG], "--output").held() as folder,
@@ -131,6 +133,7 @@ def run(
             place = Path(scratch) / str(number)
             place.mkdir()
             lm_eval.run(lm_eval.configuration(harness, model, Endpoint(address), space, place), place, log)
+            unswitched.check()
             answers.append(read_samples(place))
             lower |= lower_is_better(place)
         result = HarnessResult(

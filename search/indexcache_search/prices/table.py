@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -61,6 +61,13 @@ class Check(Section):
     expected_ms: Milliseconds
     plain_ms: Milliseconds
     spread: float
+
+
+class Place(NamedTuple):
+    """Where a model runs: the name of the device, and SGLang's version; `None` where that is not known."""
+
+    device: str | None = None
+    sglang: str | None = None
 
 
 class PriceTable(Section):
@@ -162,6 +169,14 @@ class PriceTable(Section):
         ):
             if facts.get(key) != ours:
                 lines.append(f"{key} {facts.get(key)}, not {ours}")
+        return ", ".join(lines)
+
+    def elsewhere(self, place: Place) -> str:
+        """Say in what a place is not the one where these times were measured; empty if in nothing that is known."""
+        lines = [] if place.device in (None, self.device) else [f"{place.device}, not {self.device}"]
+        ours = self.versions.get("sglang")
+        if None not in (place.sglang, ours) and place.sglang != ours:
+            lines.append(f"SGLang {place.sglang}, not {ours}")
         return ", ".join(lines)
 
     def at(self, context: int) -> Prices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -31,11 +31,12 @@ from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.owned.outputs import PARTIAL, SERVER_LOG, Outputs, outputs
-from indexcache_search.prices.pricing import column
+from indexcache_search.prices.layers import Prices
+from indexcache_search.prices.pricing import ANYWHERE, column
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE
-from indexcache_search.results.words import counted, serving_flags
+from indexcache_search.results.words import counted
 from indexcache_search.search import metrics, model_card
 from indexcache_search.search.comparison import comparison_lines, evaluated
 from indexcache_search.search.estimate import MINUTE, Estimate, size_of
@@ -348,9 +349,24 @@ def _search(
     with error_context("looking whether the model is still the same"):
         engine.check_unchanged()
     file = writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan)
-    prices = goal.plan.prices if isinstance(goal.plan, TimeGoal) else column(engine.model, progress.warn)
+    prices = prices_of(engine, goal, progress.warn)
     table = metrics.held_out(rows, judges.data, engine.model.first_sparse_position, prices)
     return metrics.collect(found, file, engine, table, measured, seconds, speed)
+
+
+def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
+    """Return the prices by which the speeds of a search are shown, `None` where there are none.
+
+    Their words say if they are of another device or SGLang than the servers have.
+
+    Args:
+        engine: what evaluates patterns.
+        goal: of the search.
+        notice: hears why there are none, where its architecture has a table.
+    """
+    if isinstance(goal.plan, TimeGoal):
+        return goal.plan.prices
+    return column(engine.model, notice, place=engine.place if isinstance(engine, SglangEngine) else ANYWHERE)
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
@@ -386,5 +402,4 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    flags = serving_flags(result.pattern_file.selection)
-    out.print(f"      {serving(advised, model, *flags)}", soft_wrap=True)
+    out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)

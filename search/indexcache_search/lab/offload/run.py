@@ -19,7 +19,6 @@ from indexcache_search.compare import measure
 from indexcache_search.compare.held_out import ComparisonSet
 from indexcache_search.compare.measure import Compared
 from indexcache_search.compare.run import ComparisonData, Runtime
-from indexcache_search.console import serving
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
@@ -33,6 +32,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.lab.dense import next_line
 from indexcache_search.lab.eviction.heads import attach_saved
 from indexcache_search.lab.offload import result
 from indexcache_search.lab.offload.advice import (
@@ -311,4 +311,5 @@ def show(found: OffloadResult, model: str | None, folder: Path, out: Console) ->
     names = [*result.FILES, *(["pattern.yaml"] if found.choice else [])]
     out.print(f"Wrote {', '.join(str(folder / name) for name in names)}", soft_wrap=True)
     if found.choice is not None:
-        out.print(f"Next: {serving(folder / 'pattern.yaml', model or demo.MODEL)}", soft_wrap=True)
+        path = folder / "pattern.yaml"
+        out.print(next_line(PatternFile.load(path).as_pattern(), path, model or demo.MODEL), soft_wrap=True)
