@@ -8,19 +8,19 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to import, in which Python 
 if TYPE_CHECKING:
     from typing import Any
 
-    from sglang_indexcache.errors import IndexCacheError
-    from sglang_indexcache.files.pattern_file import PatternFile
+    from sglang_indexcache.io.errors import IndexCacheError
     from sglang_indexcache.model.layers import ModelLayers
     from sglang_indexcache.pattern import Pattern
+    from sglang_indexcache.pattern_file.file import PatternFile
 
 __all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
 
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "IndexCacheError": "errors",
+    "IndexCacheError": "io.errors",
     "Pattern": "pattern",
-    "PatternFile": "files.pattern_file",
+    "PatternFile": "pattern_file.file",
     "ModelLayers": "model.layers",
 }
 

@@ -17,25 +17,25 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from sglang_indexcache import __version__, override, process
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.environment import Environment
+from sglang_indexcache.checkpoint.fit import as_text, check, remarks
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.result_folder import ResultFolder
-from sglang_indexcache.files.spec import GRAMMAR, PatternSpec, spells_letters
-from sglang_indexcache.fit import as_text, check, remarks
 from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.known import patterns as known
-from sglang_indexcache.known.warnings import provenance, warnings_about
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
 from sglang_indexcache.launch_server import Arguments, split_arguments
-from sglang_indexcache.model.checkpoint import Checkpoint
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file import known
+from sglang_indexcache.pattern_file.result_folder import ResultFolder
+from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec, spells_letters
+from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
-from sglang_indexcache.sglang.environment import Environment
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.

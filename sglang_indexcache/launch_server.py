@@ -34,15 +34,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_indexcache import __version__, process
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
-from sglang_indexcache.serving.judge import Judgement, family_in, judge
-from sglang_indexcache.sglang.launch_line import Readings
-from sglang_indexcache.sglang.options import versions
-from sglang_indexcache.sglang.probes import SglangSource
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import (
     ADMIN_KEY_VARIABLE,
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
@@ -56,6 +49,13 @@ from sglang_indexcache.sglang.refusal import (
     refuse,
     refuse_unforeseen,
 )
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
+from sglang_indexcache.serving.judge import Judgement, family_in, judge
+from sglang_indexcache.sglang.launch_line import Readings
+from sglang_indexcache.sglang.options import versions
+from sglang_indexcache.sglang.probes import SglangSource
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"

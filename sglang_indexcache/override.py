@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError, SpellingError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
@@ -22,9 +22,9 @@ from sglang_indexcache.families.dsa.spellings import (
     read_spelling,
 )
 from sglang_indexcache.families.reading import OVERRIDE, READ_VERSIONS, SGLANG, Reading, named, of_version
-from sglang_indexcache.files.pattern_file import PatternFile
-from sglang_indexcache.model.checkpoint import Checkpoint, read_config
+from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
+from sglang_indexcache.io.refusal import refuse, refuse_unforeseen
 from sglang_indexcache.sglang.requested import ask_again, asked_of, environment_asks, is_decided, refuse_unasked
 
 LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"

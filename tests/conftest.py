@@ -20,7 +20,7 @@ import pytest
 from hypothesis import settings
 
 from sglang_indexcache.families import describe
-from sglang_indexcache.http import redaction
+from sglang_indexcache.io import redaction
 from sglang_indexcache.pattern.selection import Selection
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from indexcache_lab.offload.selections import Selections
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import METHOD, Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
@@ -18,7 +19,6 @@ from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import Route
-from sglang_indexcache.calibration.selections import Selections
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes

@@ -12,11 +12,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.ranks import data_parallel_rank
-from sglang_indexcache.sglang.refusal import refuse
 
 METHOD = "indexcache"
 _WHERE = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model.checkpoint import Checkpoint, weights_digest
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.model.files import ModelFiles, weight_files
 from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from uuid import uuid4
 
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 VERSION = 2  # of this protocol: 1 had no lease
 STATUS, CHECK, SWITCH = "status", "check", "switch"

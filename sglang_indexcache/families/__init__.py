@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
+from indexcache_dense.family import DENSE_GQA
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.families.refused import label, refusal
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.layers import ModelLayers
 
 FAMILIES: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4, DENSE_GQA)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.errors import ModelConfigError, PatternError
 from sglang_indexcache.families.reading import Reading
+from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Self
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES, DEFINITION, NO_CANDIDATES, IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 
 StepPolicy = Literal["none", "ema", "bounded", "refresh", "nosa"]
 POLICIES: tuple[StepPolicy, ...] = get_args(StepPolicy)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
 
 MOST_PAGE_TOKENS, MOST_PAGES = 1024, 65536

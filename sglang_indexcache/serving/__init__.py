@@ -37,7 +37,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, storage, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan

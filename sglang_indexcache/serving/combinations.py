@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from indexcache_dense.family import DENSE_GQA
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC_PIECEWISE, Meaning, is_off

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from threading import RLock
 from typing import Any
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving.preflight import EnginePlan, Preflight
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from indexcache_dense.family import DENSE_GQA
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family, SglangAdapter
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.combinations import (
     COMBINATIONS,
     NOT_RUN,

@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.refusal import SHARD_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proven import ProofHolder
@@ -21,7 +22,6 @@ from sglang_indexcache.sglang import variables as environment
 from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
-from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.serving import ranks

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sglang_indexcache import __version__
-from sglang_indexcache.errors import ProofError, one_line
+from sglang_indexcache.io.errors import ProofError, one_line
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.counted import Counter
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
 
 Value = TypeVar("Value")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"

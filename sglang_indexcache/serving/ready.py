@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.files.atomic import read_json_object, write_atomically
+from sglang_indexcache.io.atomic import read_json_object, write_atomically
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import LEFT_VARIABLE, PATTERN_VARIABLE, refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.hooks import refusing
-from sglang_indexcache.sglang.refusal import LEFT_VARIABLE, PATTERN_VARIABLE, refuse
 from sglang_indexcache.sglang.requested import KEY, asked_of
 
 _PROOFS = "proofs"  # key of the folder, beside what the server arguments carry

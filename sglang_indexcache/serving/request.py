@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.pattern_file import PatternFile
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
+from sglang_indexcache.pattern_file.file import PatternFile
+from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.sglang.requested import KEY
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import refuse, refuse_unforeseen
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
 
 
 def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:

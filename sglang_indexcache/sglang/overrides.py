@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_indexcache.errors import SpellingError
+from sglang_indexcache.io.errors import SpellingError
 
 FLAG = "--json-model-override-args"
 _MERGED = ("rope_scaling", "rope_parameters")  # one mapping of SGLang's configuration, under both names

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.sglang.read_sources import READ, digest
 
 

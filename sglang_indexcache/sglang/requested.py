@@ -12,7 +12,7 @@ import os
 from typing import Any
 from uuid import uuid4
 
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache.io.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     GROUPING_VARIABLE,

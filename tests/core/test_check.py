@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import FileError, ModelConfigError, SpellingError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.spellings import indexer_types
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import FileError, ModelConfigError, SpellingError
 from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config, tiny_v4_config

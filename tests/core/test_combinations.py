@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from indexcache_dense.family import DENSE_GQA
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.files.spec import PatternSpec
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
 from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError, PatternFileError
 from sglang_indexcache.families import FAMILIES, describe, family_of
 from sglang_indexcache.families.refused import REFUSED
+from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, PatternFileError
 from sglang_indexcache.model.config_keys import differing
 from sglang_indexcache.sglang.overrides import FLAG
 from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config

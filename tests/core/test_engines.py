@@ -16,9 +16,9 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving import engines
-from sglang_indexcache.sglang import refusal
 from tests import fake_sglang
 from tests.conftest import tiny_config
 

@@ -12,14 +12,14 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile, launch_server
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import PatternFileError
-from sglang_indexcache.files.hub import HubFile
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.files.strict_yaml import MAX_BYTES
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import PatternFileError
+from sglang_indexcache.io.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
+from sglang_indexcache.io.strict_yaml import MAX_BYTES
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.hub import HubFile
+from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
 from tests.conftest import tiny_config
 from tests.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, serving, use
 

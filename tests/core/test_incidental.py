@@ -10,9 +10,9 @@ import pytest
 from transformers import GenerationConfig
 
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.refused import refusal
+from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.model.incidental import INCIDENTAL, is_incidental
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 

@@ -8,8 +8,8 @@ import pytest
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import load_model
-from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families import FAMILIES, describe, family_of
+from sglang_indexcache.io.errors import ModelConfigError
 from tests.conftest import tiny_config
 
 

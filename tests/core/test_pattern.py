@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern import full_layer_count, parse_retention, uniform_pattern
 
 ROLES = st.text(alphabet="FS", max_size=90).map(lambda tail: "F" + tail)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternError, PatternFileError, is_hidden
 from sglang_indexcache.families import describe
+from sglang_indexcache.io.errors import PatternError, PatternFileError, is_hidden
 from tests.conftest import tiny_config
 
 GOOD = """\

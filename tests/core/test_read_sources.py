@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from indexcache_dense.family import backends
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.checkpoint.environment import Environment, all_features
 from sglang_indexcache.families import FAMILIES
-from sglang_indexcache.families.dense_gqa import backends
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import UNREAD_VARIABLE
 from sglang_indexcache.launch_server import split_arguments
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes, read_sources
-from sglang_indexcache.sglang.environment import Environment, all_features
 from sglang_indexcache.sglang.probes import Need, SglangSource
 from sglang_indexcache.sglang.read_sources import READ, digest, never_run
-from sglang_indexcache.sglang.refusal import UNREAD_VARIABLE
 from sglang_indexcache.sglang.requested import asked_of
 from tests.conftest import V4_LAYERS, tiny_config, tiny_v4_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving import ready
-from sglang_indexcache.sglang import refusal
 from tests.core.test_serving import PATTERN, PROVEN, plan
 
 

@@ -13,11 +13,13 @@ import torch
 from indexcache_kernels.prompt_blocks.naive import translate
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError, ProofError
-from sglang_indexcache.families.dsa import DSA, blocks, patch_indexers
-from sglang_indexcache.families.dsa.index_space import index_space, positions_of
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.dsa.blocks import patch_indexers
+from sglang_indexcache.families.dsa.blocks.index_space import index_space, positions_of
+from sglang_indexcache.families.dsa.blocks.selection import selection as blocks
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HY_V4
+from sglang_indexcache.io.errors import PatternError, ProofError
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers

@@ -20,8 +20,9 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, __version__, launch_server, plugin, serving
-from sglang_indexcache.errors import ModelConfigError, ProofError
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ModelConfigError, ProofError
 from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
 from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
@@ -29,7 +30,6 @@ from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mism
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang import refusal
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import tiny_config
@@ -80,7 +80,7 @@ def test_what_fails_inside_what_a_hook_is_around_is_not_ours() -> None:
 
 
 def test_in_another_thread_the_process_ends_too() -> None:
-    code = "import threading, time; from sglang_indexcache.sglang.refusal import refuse\n"
+    code = "import threading, time; from sglang_indexcache.io.refusal import refuse\n"
     code += "threading.Thread(target=refuse, args=('no',)).start(); time.sleep(60)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (result.returncode, result.stderr) == (2, "indexcache: no\n")

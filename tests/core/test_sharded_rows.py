@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dsa import blocks, patch_indexers, shards
+from sglang_indexcache.families.dsa.blocks import patch_indexers, shards
+from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
+from sglang_indexcache.families.dsa.blocks.selection import selection as blocks
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
-from sglang_indexcache.families.dsa.rows import PrefillSelection
-from sglang_indexcache.families.dsa.shards import ALONE, Shards
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
 from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules

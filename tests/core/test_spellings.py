@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError, SpellingError
 from sglang_indexcache.families.dsa.rules import (
     GLM,
     HY_V4,
@@ -29,6 +28,7 @@ from sglang_indexcache.families.dsa.spellings import (
     to_sglang,
     to_vllm,
 )
+from sglang_indexcache.io.errors import PatternError, SpellingError
 from tests.conftest import PAGES
 from tests.core.test_pattern import ROLES
 from tests.override_spellings import V32

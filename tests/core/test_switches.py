@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache.io.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
 )
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.requested import asked_of, environment_asks
 
 

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("sglang")
 
+from indexcache_lab.offload import cli
+from indexcache_lab.offload.lru_buffer import hisparse_misses
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
@@ -28,11 +30,9 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.lab.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.lru_buffer import hisparse_misses
-from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from tests.live.calibrating import (
     CALIBRATE,
     CHUNK,

@@ -26,7 +26,7 @@ from scripts.tools.pattern_files import write_pattern
 from scripts.tools.random_models import LAYERS, TOPK, VOCAB
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from tests.live.ending import changed_source, launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from extras.dense.tests.live.selecting import passes, serve_a_branch
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
 from tests.live.ending import launch
 from tests.live.reference import load_reference
-from tests.live.selecting import passes, serve_a_branch
 from tests.live.server import LAUNCHER, command, ended, running
 from tests.live.test_blocks import check_blocks
 from tests.live.test_parity import check_parity

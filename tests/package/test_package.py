@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
-    imports = "import sys, sglang_indexcache.families, sglang_indexcache.files.pattern_file"
+    imports = "import sys, sglang_indexcache.families, sglang_indexcache.pattern_file.file"
     code = f"{imports}; print([m for m in sys.modules if m in {{banned}}])"
     banned = {"torch", "sglang", "transformers", "numpy", "datasets"}
     command = [sys.executable, "-c", code.format(banned=banned)]
@@ -62,9 +62,9 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
     result = without(NOT_BASE, code)
     assert result.returncode == 0, result.stderr
     servers = (
-        "sglang_indexcache.families.dense_gqa.",
+        "indexcache_dense.family.",
         "sglang_indexcache.families.dsa.",
-        "sglang_indexcache.lru_buffer",
+        "indexcache_lab.offload.lru_buffer",
     )
     lines = [line.split() for line in result.stdout.splitlines()]
     assert all(name.startswith(servers) and package in ("torch", "numpy") for name, package in lines), result.stdout
@@ -167,8 +167,8 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
         "sglang_indexcache/py.typed",
         "indexcache_kernels/py.typed",
         "sglang_indexcache/pattern_file.schema.json",
-        "sglang_indexcache/known/glm-5-half.yaml",
-        "sglang_indexcache/known/glm-5-quarter.yaml",
+        "sglang_indexcache/pattern_file/published/glm-5-half.yaml",
+        "sglang_indexcache/pattern_file/published/glm-5-quarter.yaml",
         "indexcache_search/search/model_card.md",
         "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",

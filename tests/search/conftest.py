@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extras.train.tests.distilling import distill
 from tests.conftest import VOCAB
-from tests.search.distilling import distill
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.endpoints import Endpoint
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.families import describe

@@ -15,19 +15,20 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.table import PriceTable
-from indexcache_search.search.settings import Budget, Settings
-from indexcache_search.strategies import budget_search, strategy_of
+from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.base import Goal, Outcome, TimeGoal
-from indexcache_search.strategies.budget_fit import BudgetFit, with_blocks
-from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.strategies.budget import search as budget_search
+from indexcache_search.strategies.budget.fit import BudgetFit, with_blocks
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.search import BudgetSearch
+from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.families import describe
-from sglang_indexcache.files.pattern_file import ModelSection
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.pattern_file.file import ModelSection
+from sglang_indexcache.pattern_file.spec import PatternSpec
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.search.test_strategies import TableEngine, found_by, judge_of, token_set
 

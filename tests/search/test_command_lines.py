@@ -16,16 +16,17 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
-from indexcache_search.cli import distill, evaluate, search
-from indexcache_search.cli import watch as watch_cli
+from indexcache_lab import cli as lab_cli
+from indexcache_lab.edge import cli as edge_cli
+from indexcache_lab.eviction import cli as eviction_cli
+from indexcache_lab.key_delta import cli as key_delta_cli
+from indexcache_lab.offload import cli as offload_cli
+from indexcache_search.cli import evaluate, search
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.command import application
 from indexcache_search.errors import SearchError
-from indexcache_search.lab import cli as lab_cli
-from indexcache_search.lab.edge import cli as edge_cli
-from indexcache_search.lab.eviction import cli as eviction_cli
-from indexcache_search.lab.key_delta import cli as key_delta_cli
-from indexcache_search.lab.offload import cli as offload_cli
+from indexcache_train import cli as distill
+from indexcache_watch import cli as watch_cli
 from sglang_indexcache import check, launch_server
 
 COMMANDS = {
@@ -213,7 +214,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     for name in RUNS:
         monkeypatch.setattr(f"indexcache_search.{name}", note)
-    monkeypatch.setattr("indexcache_search.harness.run.check", lambda addresses: None)
+    monkeypatch.setattr("indexcache_search.eval.harness.run.check", lambda addresses: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").write_text("{{ messages }}")
     return found
@@ -321,17 +322,17 @@ MISTAKES = {
         "--retain x",
         "--selection steps=x",
     ],
-    "indexcache_search.cli.distill": [
+    "indexcache_train.cli": [
         "--sparse steps=0,lr=1",
         "--model x",
         "--pattern none.yaml",
         "--engine naive:x=1",
     ],
-    "indexcache_search.lab.offload.cli": ["--buffers 0", "--server batch=0", "--model x", "--engine sglang"],
-    "indexcache_search.lab.eviction.cli": ["--body lr=-1", "--model x", "--heads bias=x --model x --training x"],
-    "indexcache_search.lab.key_delta.cli": ["search --near window=2 --model x --calibration x"],
-    "indexcache_search.lab.edge.cli": ["--model x --contexts x"],
-    "indexcache_search.cli.watch": [
+    "indexcache_lab.offload.cli": ["--buffers 0", "--server batch=0", "--model x", "--engine sglang"],
+    "indexcache_lab.eviction.cli": ["--body lr=-1", "--model x", "--heads bias=x --model x --training x"],
+    "indexcache_lab.key_delta.cli": ["search --near window=2 --model x --calibration x"],
+    "indexcache_lab.edge.cli": ["--model x --contexts x"],
+    "indexcache_watch.cli": [
         *("--served x", "--served x --reference http://y --requests z", "--buckets 9,8", "--sample 2", "--nope"),
     ],
 }
@@ -361,5 +362,5 @@ def test_mistakes_are_answered_before_anything_large_is_imported(module: str, tm
 
 def test_a_search_imports_models_of_transformers_only_where_it_runs_them() -> None:
     """They take seconds, before each dry run and each search in SGLang."""
-    code = "import sys, indexcache_search.search.run; assert 'transformers.modeling_utils' not in sys.modules"
+    code = "import sys, indexcache_search.searching.run; assert 'transformers.modeling_utils' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

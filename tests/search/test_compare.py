@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
-from indexcache_search.compare import measure, tasks
-from indexcache_search.compare.candidates import named_lines
 from indexcache_search.errors import DataError
+from indexcache_search.eval import measure, tasks
+from indexcache_search.eval.candidates import named_lines
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.pattern_file.spec import PatternSpec
 
 
 def run(*options: str) -> Any:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from indexcache_lab.offload.lru_buffer import hisparse_misses
+from indexcache_lab.offload.selections import Selections
 from sglang_indexcache.calibration.divergence import Divergence, Rows, kl_rows, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap, common_indices
 from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured
-from sglang_indexcache.calibration.selections import Selections
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.lru_buffer import hisparse_misses
+from sglang_indexcache.io.errors import IndexCacheError
 
 HIDDEN, VOCAB, LENGTH = 4, 11, 30
 HEAD = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from indexcache_search.errors import FolderError, SearchError
-from indexcache_search.owned import folder as owned_folder
-from indexcache_search.owned.folder import OwnFolder
-from indexcache_search.owned.lock import LOCK, locked
-from indexcache_search.owned.outputs import outputs
-from indexcache_search.owned.overlap import check_apart
 from indexcache_search.results.names import unique_names
-from sglang_indexcache.files.atomic import write_atomically
-from sglang_indexcache.files.result_folder import MARK
-from sglang_indexcache.files.spec import PatternSpec
+from indexcache_search.workdir import folder as owned_folder
+from indexcache_search.workdir.folder import OwnFolder
+from indexcache_search.workdir.lock import LOCK, locked
+from indexcache_search.workdir.outputs import outputs
+from indexcache_search.workdir.overlap import check_apart
+from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern_file.result_folder import MARK
+from sglang_indexcache.pattern_file.spec import PatternSpec
 
 COMMAND = "indexcache-distill"
 NAMES = ("metrics.json", "pattern.yaml")
@@ -219,7 +219,7 @@ def test_files_that_grow(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from indexcache_search.owned.lock import locked
+from indexcache_search.workdir.lock import locked
 
 with locked(Path(sys.argv[1]), "indexcache-search"):
     print("held", flush=True)
@@ -260,7 +260,7 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
     def refused(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("indexcache_search.owned.lock.fcntl.flock", refused)
+    monkeypatch.setattr("indexcache_search.workdir.lock.fcntl.flock", refused)
     with pytest.raises(FolderError, match="No locks available; expected a file system that has locks"):
         own(tmp_path).held().__enter__()
 
@@ -305,7 +305,7 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path, monkeyp
     write_atomically(tmp_path / "a.json", "whole")
     assert not left.exists() and len(names_in(tmp_path)) == len(theirs) + 2
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as raised:
-        patch.setattr("sglang_indexcache.files.atomic.os.fsync", full)
+        patch.setattr("sglang_indexcache.io.atomic.os.fsync", full)
         write_atomically(tmp_path / "a.json", "more")
     assert raised.value.filename == str(tmp_path / "a.json")
     assert (tmp_path / "a.json").read_text() == "whole" and len(names_in(tmp_path)) == len(theirs) + 2

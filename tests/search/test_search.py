@@ -281,7 +281,7 @@ def test_ctrl_c_leaves_the_patterns_found_so_far(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("indexcache_search.search.run.comparison_lines", interrupted)
+    monkeypatch.setattr("indexcache_search.searching.run.comparison_lines", interrupted)
     assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "lazy")).exit_code == 130
     partial = PatternFile.load(tmp_path / "work" / "pattern.partial.yaml")
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]

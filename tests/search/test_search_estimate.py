@@ -19,10 +19,10 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.search.comparison import comparison_lines, evaluated
-from indexcache_search.search.estimate import Estimate, estimate
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching.comparison import comparison_lines, evaluated
+from indexcache_search.searching.estimate import Estimate, estimate
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Settings
 from indexcache_search.strategies import strategy_of
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from tests.search.test_search import arguments

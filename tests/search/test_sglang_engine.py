@@ -18,7 +18,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.search.prompt_times import PromptTimes
+from indexcache_search.searching.prompt_times import PromptTimes
 from sglang_indexcache import IndexCacheError, Pattern
 from tests.conftest import LAYERS
 from tests.search.calibration_stub import (

@@ -21,9 +21,9 @@ from indexcache_search import demo
 from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation.journal import Journal, recorded
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.search import estimate
-from indexcache_search.search.run import SearchData, token_sets
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching import estimate
+from indexcache_search.searching.run import SearchData, token_sets
+from indexcache_search.searching.settings import Settings
 from indexcache_search.strategies import strategy_of
 
 BEGINNINGS = (10, 20, 40, 60)  # seconds

@@ -31,8 +31,8 @@ from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Settings
 from scripts.bench.search.sets import demo_sets
 from sglang_indexcache import Pattern
 

@@ -47,10 +47,10 @@ from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.search.matrices import Matrices
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Budget, Settings
-from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.searching.matrices import Matrices
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy

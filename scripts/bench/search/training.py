@@ -22,11 +22,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill import memory
-from indexcache_search.distill.settings import DistillSettings, Stage
-from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.training.processes import Processes, joined
+from indexcache_train.distill import memory
+from indexcache_train.distill.settings import DistillSettings, Stage
+from indexcache_train.distill.task import StageTask
+from indexcache_train.training.processes import Processes, joined
 from scripts.bench.search.context import CONFIG, PATTERN
 from scripts.bench.timing import timed
 

@@ -17,9 +17,9 @@ import typer
 
 from indexcache_search.cli.groups import hint_for
 from indexcache_search.errors import SearchError
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files import strict_yaml
-from sglang_indexcache.files.atomic import read_regular
+from sglang_indexcache.io import strict_yaml
+from sglang_indexcache.io.atomic import read_regular
+from sglang_indexcache.io.errors import IndexCacheError
 
 SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
 COMMANDS = ("search", "eval", "distill", "offload")  # whose names sections have, after `indexcache-`

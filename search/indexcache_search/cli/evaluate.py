@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from indexcache_dense.selection_choice import selections_of
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
-from indexcache_search.cli.selection_choice import selections_of
-from indexcache_search.compare.tasks import TASKS
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import spells_letters, split_name
 from sglang_indexcache.http.address import Address
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.spec import spells_letters, split_name
 
 CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
 
@@ -247,15 +247,15 @@ def evaluate(
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         worse, compares = False, _compares(harness, evaluation, tasks)
         if harness is not None and compares and not dry_run:  # before the comparison, which takes long
-            from indexcache_search.harness.run import check
+            from indexcache_search.eval.harness.run import check
 
             check(addresses)
         if compares:
-            from indexcache_search.compare.candidates import Candidates
-            from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
-            from indexcache_search.compare.verdict import beyond
             from indexcache_search.data.packing import Wish
-            from indexcache_search.search.progress import warn
+            from indexcache_search.eval.candidates import Candidates
+            from indexcache_search.eval.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.eval.verdict import beyond
+            from indexcache_search.searching.progress import warn
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -305,9 +305,9 @@ def _falls(
     model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
 ) -> bool:
     """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
-    from indexcache_search.harness.lm_eval import Harness
-    from indexcache_search.harness.run import FILE, falls, run, table
-    from indexcache_search.search.progress import warn
+    from indexcache_search.eval.harness.lm_eval import Harness
+    from indexcache_search.eval.harness.run import FILE, falls, run, table
+    from indexcache_search.searching.progress import warn
 
     process.let_work_end()
     result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from indexcache_search.cli.bounded import Bounds
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 
 Group = TypeVar("Group")
 

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from indexcache_dense.selection_choice import MOST, SelectionChoice
 from indexcache_search.cli.bounded import BATCH, MILLION, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import number, option, settings
-from indexcache_search.cli.selection_choice import MOST, SelectionChoice
 from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.spec import GRAMMAR
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern.reuse import GRAMMAR as STEPS_GRAMMAR
+from sglang_indexcache.pattern_file.spec import GRAMMAR
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA only; auto: kernels on a CUDA device)"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 import typer
 
+from indexcache_dense.selection_choice import SelectionChoice, selection_of
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
@@ -24,7 +25,6 @@ from indexcache_search.cli.command import (
     settings,
 )
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
@@ -302,7 +302,7 @@ def search(
         selects, row_options = selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
         from indexcache_search.data.packing import Wish
-        from indexcache_search.search.settings import BLOCKS, Budget, ByteBudget, Settings
+        from indexcache_search.searching.settings import BLOCKS, Budget, ByteBudget, Settings
 
         what = Settings(
             retain=options.retentions(retain),
@@ -313,8 +313,8 @@ def search(
             decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
             bytes=None if bytes is None else ByteBudget(bytes.share.share, bytes.share.context),
         )
-        from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
-        from indexcache_search.search.run import estimate as run_estimate
+        from indexcache_search.searching.run import EngineSettings, Files, SearchData, run, show, show_data
+        from indexcache_search.searching.run import estimate as run_estimate
 
         data = SearchData(
             calibration=tuple(calibration),

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, WrapValidato
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration.protocol import LEASE_SECONDS
-from sglang_indexcache.files.fields import Count, Finite
-from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.io.fields import Count, Finite
+from sglang_indexcache.io.redaction import redacted
 
 ROUNDING = 1e-3  # nats by which a nonnegative sum may fall below 0
 _MOST_RANKS = 1 << 16

@@ -12,7 +12,7 @@ from indexcache_search.engines.answers import GENERATED, RANKS, Rank, check_dive
 from indexcache_search.engines.control import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.errors import SearchError
-from indexcache_search.speed.request import Burst, send
+from indexcache_search.eval.speed.request import Burst, send
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.protocol import Range

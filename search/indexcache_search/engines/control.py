@@ -11,7 +11,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
-from sglang_indexcache.http.redaction import KEY_VARIABLE
+from sglang_indexcache.io.redaction import KEY_VARIABLE
 
 _Answer = TypeVar("_Answer")
 

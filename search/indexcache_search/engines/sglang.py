@@ -21,11 +21,11 @@ from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.control import ServerLostError
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.speed.request import Burst
+from indexcache_search.eval.speed.turns import FEWEST_TURNS, Load, Prompts, Timed, measured
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import Variant
-from indexcache_search.speed.request import Burst
-from indexcache_search.speed.turns import FEWEST_TURNS, Load, Prompts, Timed, measured
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
 

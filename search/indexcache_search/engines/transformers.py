@@ -14,12 +14,13 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from indexcache_dense.hf.page_selector import ascending_pages
+from indexcache_dense.hf.page_signals import page_signals
+from indexcache_dense.hf.prompt_cache import PromptCache, SequenceEnd
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
 from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.page_signals import page_signals
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
-from indexcache_search.engines.prompt_cache import PromptCache, SequenceEnd
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
 from indexcache_search.evaluation.objectives import Objective
@@ -34,11 +35,10 @@ from indexcache_search.hf.device import (
     target_device,
 )
 from indexcache_search.hf.loading import describe_model, load_model
-from indexcache_search.hf.page_selector import ascending_pages
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
-from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.io.redaction import redacted
 from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.pattern.selection import Selection

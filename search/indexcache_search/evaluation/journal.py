@@ -16,8 +16,8 @@ from indexcache_search.errors import JournalError
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.evaluation.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
-from sglang_indexcache.files.fields import Count, Finite
+from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.fields import Count, Finite
 
 FILE_NAME = "journal.jsonl"
 

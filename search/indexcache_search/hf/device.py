@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from indexcache_dense.family import DENSE_GQA
+from indexcache_dense.hf.pages import attention_in_blocks
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.transformers import check_transformers, use_kernels
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.pages import attention_in_blocks
 from sglang_indexcache.families import family_of_modules
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.weights import SINGLE, read_weights, whole_numbers
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError, one_line
+from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model import checkpoint
+from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern.selection import Selection

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from indexcache_dense.hf.pages import apply_page_roles
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.indexers import check_call, in_blocks
-from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.pattern import SHARED

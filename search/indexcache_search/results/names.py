@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import PatternSpec, split_name
 from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
 
 _TAKEN = re.compile(r"baseline|uniform( \(paper's phase\)|, (mean of \d+ phases|best phase).*| phase \d+.*)")
 

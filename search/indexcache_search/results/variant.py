@@ -8,7 +8,7 @@ from typing import Literal
 
 from indexcache_search.evaluation.plan import Plan
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern import uniform_pattern
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]

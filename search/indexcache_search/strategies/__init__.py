@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from indexcache_dense.strategies.page_search import PageSearch
+from indexcache_dense.strategies.recall import Recall
+from indexcache_dense.strategies.shift import Shift
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.base import Strategy
-from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.measured import MeasuredStrategy
-from indexcache_search.strategies.page_search import PageSearch
-from indexcache_search.strategies.recall import Recall
-from indexcache_search.strategies.shift import Shift
 from indexcache_search.strategies.similarity import Similarity
 from indexcache_search.strategies.uniform import Uniform
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
+from indexcache_dense.strategies.page_bytes import PageBytes
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.pages import PageBytes
+from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import Pattern
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO
+from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.sglang.attention import CountedAttention, exactly
 from sglang_indexcache.sglang.overrides import FLAG

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sglang_indexcache.errors import SpellingError
 from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
     DEFAULT_OFFSET,
@@ -32,6 +31,7 @@ from sglang_indexcache.families.dsa.spellings import (
     meanings,
 )
 from sglang_indexcache.families.reading import CONFIG, FILLED, OVERRIDE, SGLANG, Reading, named
+from sglang_indexcache.io.errors import SpellingError
 from sglang_indexcache.pattern import FULL, SHARED
 
 GLM, HY_V4 = "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"

@@ -12,7 +12,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.heads import HeadTrouble, troubles
@@ -26,6 +25,7 @@ from sglang_indexcache.families.dsa.spellings import (
     to_sglang,
 )
 from sglang_indexcache.families.reading import Reading, merged
+from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
@@ -128,20 +128,20 @@ class DsaSglang(SglangAdapter):
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.loaded`."""
         if pattern.indexers:
-            from sglang_indexcache.families.dsa import patch_indexers
+            from sglang_indexcache.families.dsa.blocks import patch_indexers
 
             patch_indexers.install(self.modules(runner.model), pattern)
 
     def share_rows(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.share_rows`."""
-        from sglang_indexcache.families.dsa import patch_indexers
-        from sglang_indexcache.families.dsa.shards import shards_of_this_rank
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
+        from sglang_indexcache.families.dsa.blocks.shards import shards_of_this_rank
 
         patch_indexers.share_rows(self.modules(runner.model), pattern, shards_of_this_rank())
 
     def shared_rows(self, model: Any) -> Mapping[int, int]:
         """See `SglangAdapter.shared_rows`."""
-        from sglang_indexcache.families.dsa import patch_indexers
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
 
         return patch_indexers.shared_rows(self.modules(model))
 
@@ -158,7 +158,7 @@ class DsaSglang(SglangAdapter):
     def group(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.group`."""
         if pattern.indexers:
-            from sglang_indexcache.families.dsa import grouped
+            from sglang_indexcache.families.dsa.blocks import grouped
 
             heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
             grouped.place(_prefill_backend(runner), pattern, heads)
@@ -178,7 +178,7 @@ class DsaSglang(SglangAdapter):
 
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """See `SglangAdapter.grouped`."""
-        from sglang_indexcache.families.dsa import grouped
+        from sglang_indexcache.families.dsa.blocks import grouped
 
         found = grouped.placed(_prefill_backend(runner))
         return () if found is None else tuple(sorted(found.selecting))
@@ -210,7 +210,7 @@ class DsaSglang(SglangAdapter):
 
     def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
         """See `SglangAdapter.indexers`."""
-        from sglang_indexcache.families.dsa import patch_indexers
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
 
         return tuple(patch_indexers.installed(self.modules(model)))
 
@@ -232,7 +232,7 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.positions`."""
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
-        from sglang_indexcache.families.dsa.index_space import positions_of
+        from sglang_indexcache.families.dsa.blocks.index_space import positions_of
 
         return positions_of(get_attn_backend().get_indexer_metadata(site, forward_batch), selected, rows, requests)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.errors import PatternError, SpellingError
+from sglang_indexcache.io.errors import PatternError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 
 PATTERN_KEY = "index_topk_pattern"
