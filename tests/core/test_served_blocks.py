@@ -15,8 +15,8 @@ from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks import patch_indexers
+from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.blocks.index_space import index_space, positions_of
-from sglang_indexcache.families.dsa.blocks.selection import selection as blocks
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.io.errors import PatternError, ProofError

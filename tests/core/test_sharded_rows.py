@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.blocks import patch_indexers, shards
+from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
-from sglang_indexcache.families.dsa.blocks.selection import selection as blocks
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.io.errors import ProofError
