@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
+from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import FAMILIES
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
@@ -32,17 +33,17 @@ class FeatureRow:
 
 
 def family_features() -> tuple[Feature, ...]:
-    """List the features of the families beside `FEATURES`, each once."""
+    """List the features of the families and of added measures beside `FEATURES`, each once."""
     features = (
         item
         for served in (family.sglang for family in FAMILIES)
         for item in (
             *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.grouping),
-            served.selection_capture,
             *served.variants,
         )
     )
-    return tuple(dict.fromkeys(item for item in features if item is not None))
+    measured = (measure.feature for measure in extensions("indexcache.measures").values())
+    return tuple(dict.fromkeys(item for item in (*features, *measured) if item is not None))
 
 
 def all_features() -> tuple[Feature, ...]:

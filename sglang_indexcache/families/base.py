@@ -20,7 +20,7 @@ from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from sglang_indexcache.families.dsa.heads import HeadTrouble
 
@@ -98,8 +98,6 @@ class SglangAdapter(ABC):
         begins_every_stage: whether the first site of a pipeline stage must select, since stages hand nothing over.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
-        selection_capture: what SGLang must have so that a calibration server can count what queries select; `None`
-            where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
             has them.
@@ -118,7 +116,6 @@ class SglangAdapter(ABC):
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
-    selection_capture: ClassVar[Feature | None] = None
     refused_flags: ClassVar[Mapping[str, str]] = {}
     blocks: ClassVar[Feature | None] = None
     refused_with_blocks: ClassVar[Mapping[str, str]] = {}
@@ -275,26 +272,6 @@ class SglangAdapter(ABC):
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """Make the layers of a `ModelRunner` run `pattern` from now on."""
-
-    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """Translate the selections of a forward pass into positions in their requests.
-
-        It is called only where SGLang has `selection_capture`.
-
-        Args:
-            forward_batch: a `ForwardBatch`.
-            site: the site that selected.
-            selected: the selections in SGLang's form, `[rows, k]`.
-            rows: rows of the queries in the pass, `[rows]`.
-            requests: numbers of their requests in the pass, `[rows]`.
-
-        Returns:
-            `[rows, k]`, int32, -1 for none.
-
-        Raises:
-            ProofError: if SGLang's form is not known.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def configured(self, runner: Any) -> str:

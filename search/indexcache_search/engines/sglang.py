@@ -27,7 +27,7 @@ from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import Variant
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
 SPEED_BASIS = (
@@ -63,6 +63,9 @@ class SglangEngine:
         patience: seconds to wait for a lost server; the others go on meanwhile.
         notice: called with one line when a server is lost or back.
 
+    Attributes:
+        measures: names of what the servers measure beside logprobs.
+
     Raises:
         SearchError: if a server does not answer, is not in calibration mode, is another search's, or has another model
             or other versions than the first.
@@ -83,7 +86,7 @@ class SglangEngine:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
-            self.weights_sha256, self._measures = first.weights_sha256, frozenset(first.measures)
+            self.weights_sha256, self.measures = first.weights_sha256, frozenset(first.measures)
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
             for server in self._servers:
@@ -171,31 +174,9 @@ class SglangEngine:
         Raises:
             SearchError: if no server came back within `patience`.
         """
-        if OVERLAP not in self._measures:
+        if OVERLAP not in self.measures:
             return None
-        return self._anywhere(lambda lane: self._overlap(lane, data, rows))
-
-    def misses(
-        self, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
-    ) -> dict[int, list[int]]:
-        """Count the tokens that SGLang's HiSparse would load while decoding the last `steps` tokens of a sequence.
-
-        Returns:
-            By selecting layer, the tokens of all steps for each buffer size in `sizes`.
-
-        Raises:
-            SearchError: if the servers can't record selections, or none came back within `patience`.
-        """
-        if MISSES not in self._measures:
-            raise SearchError(f"{self._lanes[0].url}: does not record what is selected; expected another SGLang")
-
-        def count(lane: CalibrationServer) -> dict[int, list[int]]:
-            lane.switch(pattern)
-            lane.record_selections(data.seq_len - steps, data.seq_len)
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row, data.sha256).rid])
-            return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
-
-        return self._anywhere(count)
+        return self.anywhere(lambda lane: self._overlap(lane, data, rows))
 
     def prompt_speed(self, lines: Sequence[Variant], data: TokenSet) -> list[SpeedRow]:
         """Time prompts as long as the sequences of `data`, with each pattern in turn on one server.
@@ -222,14 +203,18 @@ class SglangEngine:
             items = [Timed(line, partial(run, line.pattern)) for line in lines if isinstance(line.pattern, Pattern)]
             return measured(items, load, data.tokens.ravel(), SPEED_BASIS)
 
-        return self._anywhere(timed)
+        return self.anywhere(timed)
 
     def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
         """See `Engine.output_similarity`; not measured here."""
         return None
 
-    def _anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
-        """Run `work` on the first reachable lane."""
+    def anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
+        """Run `work` on the first lane that answers, again from the start if its server was lost meanwhile.
+
+        Raises:
+            SearchError: if a server refuses, or none came back within `patience`.
+        """
         reason = ""
         for lane in self._lanes:
             came_back = True

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
@@ -34,9 +34,6 @@ from sglang_indexcache.sglang.attention import CountedAttention, exactly
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
     *("triton_sparse_mla", "triton", "tilelang"),
@@ -56,7 +53,6 @@ class DsaSglang(SglangAdapter):
     )
     rule: ClassVar[Feature | None] = needs.RULE
     rules: ClassVar[tuple[Rule, ...]] = (*SGLANG_RULES, *VLLM_RULES)
-    selection_capture: ClassVar[Feature | None] = needs.POSITIONS
     blocks: ClassVar[Feature | None] = needs.BLOCKS
     sharding: ClassVar[Feature | None] = needs.SHARDING
     grouping: ClassVar[Feature | None] = needs.GROUPING
@@ -227,14 +223,6 @@ class DsaSglang(SglangAdapter):
         for key, value in to_sglang(pattern).items():
             if key != TYPES_KEY or getattr(config, TYPES_KEY, None) is not None:
                 setattr(config, key, value)
-
-    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """See `SglangAdapter.positions`."""
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        from sglang_indexcache.families.dsa.blocks.index_space import positions_of
-
-        return positions_of(get_attn_backend().get_indexer_metadata(site, forward_batch), selected, rows, requests)
 
     def configured(self, runner: Any) -> str:
         """See `SglangAdapter.configured`; empty where a freq says something else."""
