@@ -15,6 +15,7 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import METHOD, Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
+from sglang_indexcache.calibration.measure import Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import Route
@@ -53,7 +54,7 @@ def begin(plan: EnginePlan) -> None:
     """
     assert isinstance(plan, Calibration)
     if plan not in _controllers:
-        added = (measure() for measure in extensions("indexcache.measures").values())
+        added = (measure() for measure in extensions("measures", Measure).values())
         _controllers[plan] = Controller(plan, (Divergence(limit_gb()), Overlap(), *added))
 
 

@@ -42,7 +42,7 @@ def family_features() -> tuple[Feature, ...]:
             *served.variants,
         )
     )
-    measured = (measure.feature for measure in extensions("indexcache.measures").values())
+    measured = (measure.feature for measure in extensions("measures", object).values())
     return tuple(dict.fromkeys(item for item in (*features, *measured) if item is not None))
 
 

@@ -23,6 +23,7 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.calibration.divergence import Divergence
+from sglang_indexcache.calibration.measure import Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import Measured
@@ -99,7 +100,7 @@ def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_servers_find_it_by_its_entry_point() -> None:
-    assert extensions("indexcache.measures")[MISSES] is Selections
+    assert extensions("measures", Measure)[MISSES] is Selections
 
 
 def counting(fits: bool = True) -> Any:

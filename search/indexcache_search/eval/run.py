@@ -127,7 +127,7 @@ def run(
     candidates.check()
     set_quiet()
     reads = {"--model": [model], **candidates.reads(), **data.reads()}
-    with outputs(candidates.command, output, output / "work", result.FILES, reads) as out:
+    with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.EVER) as out:
         comparison, failure = _run(model, candidates, data, runtime, out, restart, console, speed)
         if comparison is not None:
             out.replace(result.texts(comparison, candidates.figures(comparison)), console)
