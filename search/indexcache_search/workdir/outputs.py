@@ -65,15 +65,13 @@ def outputs(
     """
     own = [*(folder / name for name in names), *(work / name for name in WORK)]
     check_apart({"--output": folder, "--work-dir": work}, own, reads)
-    either = "|".join(
-        filter(None, [*map(re.escape, (*names, *WORK)), ever])
-    )  # both folders were one in some earlier run
+    ever = "|".join(filter(None, [*map(re.escape, (*names, *WORK)), ever]))  # both may have been one folder before
     if folder.resolve() == work.resolve():
         with OwnFolder(folder, command, [*names, *WORK], "--output", ever).held() as both:
             yield Outputs(both, both)
         return
-    results = OwnFolder(folder, command, names, "--output", either)
-    journal = OwnFolder(work, command, WORK, "--work-dir", either)
+    results = OwnFolder(folder, command, names, "--output", ever)
+    journal = OwnFolder(work, command, WORK, "--work-dir", ever)
     if work == folder / "work":
         check_subfolder(work, command, "files")
     journal.check()
