@@ -16,7 +16,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from sglang_indexcache import __version__, override, process
+from sglang_indexcache import __version__, process
+from sglang_indexcache.checkpoint import override
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
