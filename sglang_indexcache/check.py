@@ -26,7 +26,6 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
-from sglang_indexcache.launch_server import Arguments, split_arguments
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import known
 from sglang_indexcache.pattern_file.result_folder import ResultFolder
@@ -34,6 +33,7 @@ from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec, spells_let
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
@@ -207,12 +207,12 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
 
 
-def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
+def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
-    ours = split_arguments(words)
+    ours, rest = split_arguments(words)
     installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    return variables, ours, Readings.of(ours.rest, installed)
+    return variables, ours, Readings.of(rest, installed)
 
 
 def _check_launch(

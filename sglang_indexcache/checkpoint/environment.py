@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import dataclass
 
 from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run
@@ -33,15 +34,12 @@ class FeatureRow:
 
 def family_features() -> tuple[Feature, ...]:
     """List the features of the families beside `FEATURES`, each once."""
-    features = (
-        item
-        for served in (family.sglang for family in FAMILIES)
-        for item in (
-            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.grouping),
-            served.selection_capture,
-            *served.variants,
-        )
-    )
+    features: list[Feature | None] = []
+    for served in (family.sglang for family in FAMILIES):
+        blocks = with_blocks(served)
+        features += [served.serving, served.pipeline, served.rule]
+        features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
+        features += [served.selection_capture, *served.variants]
     return tuple(dict.fromkeys(item for item in features if item is not None))
 
 
