@@ -187,9 +187,14 @@ def _pattern(options: argparse.Namespace) -> int:
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     if options.model is not None:
-        overrides, unpacked = options.json_model_override_args, options.sglang
-        line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
+        report = check(
+            spec,
+            options.model,
+            user_overrides=options.json_model_override_args,
+            allow_config_mismatch=options.allow_config_mismatch,
+            unpacked=options.sglang,
+            arguments=None if options.server_args is None else _launch_line(options)[2].lines[-1],
+        )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))
@@ -232,7 +237,7 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+        readings.lines[-1], pattern, family, file=spec.file, model=options.model, unpacked=options.sglang
     )
     problems += wrong
     result["warnings"] = [*result.get("warnings", ()), *others]

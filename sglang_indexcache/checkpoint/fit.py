@@ -66,6 +66,7 @@ class Report:
 def check(
     spec: PatternSpec,
     model: str,
+    *,
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,

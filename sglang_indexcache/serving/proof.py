@@ -194,7 +194,15 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     except Exception as error:
         effective, problem = {}, _line(error)
     roles = "".join(effective[site].role if site in effective else "-" for site in range(len(plan.pattern)))
-    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers, shared, plan.shard)
+    return RankReport(
+        fingerprint=plan.pattern.fingerprint,
+        layers=tuple(sorted(effective)),
+        problem=problem,
+        roles=roles,
+        indexers=indexers,
+        shared_rows=shared,
+        shard=plan.shard,
+    )
 
 
 def count_indexers(plan: EnginePlan, runner: Any, draft: bool) -> None:

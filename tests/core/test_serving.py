@@ -278,15 +278,18 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
 
 def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
-    stages = [RankReport(mine, (0, 1, 2), None), RankReport(mine, (3, 4, 5), None)]
+    stages = [RankReport(fingerprint=mine, layers=layers) for layers in ((0, 1, 2), (3, 4, 5))]
     assert disagreement(PATTERN, stages) is None
     assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
-    line = disagreement(PATTERN, [stages[0], RankReport(other, (3, 4, 5), None)])
+    line = disagreement(PATTERN, [stages[0], RankReport(fingerprint=other, layers=(3, 4, 5))])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
         "expected the same file on every node"
     )
-    assert disagreement(PATTERN, [stages[0], RankReport(mine, (3, 4, 5), "bad")]) == "rank 1: bad"
+    assert (
+        disagreement(PATTERN, [stages[0], RankReport(fingerprint=mine, layers=(3, 4, 5), problem="bad")])
+        == "rank 1: bad"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "soon"])
