@@ -46,6 +46,19 @@ def hooks() -> Hooks:
     return found
 
 
+def offer() -> None:
+    """Let engines of this process be planned for calibration, those that ask for it."""
+    engines.plan_searches_by(_new_plan)
+
+
+def _new_plan() -> Calibration:
+    plan = Calibration(installed_source((*probes.REQUIRED, probes.CALIBRATE)))
+    if not _controllers:
+        hooks().apply()
+    begin(plan)
+    return plan
+
+
 def begin(plan: EnginePlan) -> None:
     """Make the controller of one engine, once in each of its processes.
 

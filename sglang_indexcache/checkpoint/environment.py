@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run
@@ -34,16 +35,14 @@ class FeatureRow:
 
 def family_features() -> tuple[Feature, ...]:
     """List the features of the families and of added measures beside `FEATURES`, each once."""
-    features = (
-        item
-        for served in (family.sglang for family in FAMILIES)
-        for item in (
-            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.grouping),
-            *served.variants,
-        )
-    )
-    measured = (measure.feature for measure in extensions("measures", object).values())
-    return tuple(dict.fromkeys(item for item in (*features, *measured) if item is not None))
+    features: list[Feature | None] = []
+    for served in (family.sglang for family in FAMILIES):
+        blocks = with_blocks(served)
+        features += [served.serving, served.pipeline, served.rule]
+        features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
+        features += served.variants
+    features += [measure.feature for measure in extensions("measures", object).values()]
+    return tuple(dict.fromkeys(item for item in features if item is not None))
 
 
 def all_features() -> tuple[Feature, ...]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.override import alone, contradictions, reading_lines, says_roles, without_launcher
 from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.override import alone, contradictions, reading_lines, says_roles, without_launcher
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.reuse import NO_MEMORY
 from sglang_indexcache.pattern.selection import JOINT, Selection
@@ -66,6 +66,7 @@ class Report:
 def check(
     spec: PatternSpec,
     model: str,
+    *,
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,

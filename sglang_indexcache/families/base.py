@@ -13,7 +13,6 @@ from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.sglang.attention import CountedAttention
 from sglang_indexcache.sglang.overrides import FLAG
@@ -99,12 +98,6 @@ class SglangAdapter(ABC):
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
-        blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
-            has them.
-        refused_with_blocks: like `refused_flags`, for patterns with such layers.
-        sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts; `None` where they
-            can't.
-        grouping: what SGLang must have so that the queries of a block attend together; `None` where they never do.
     """
 
     checkpoint: CheckpointReader
@@ -117,23 +110,17 @@ class SglangAdapter(ABC):
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
     refused_flags: ClassVar[Mapping[str, str]] = {}
-    blocks: ClassVar[Feature | None] = None
-    refused_with_blocks: ClassVar[Mapping[str, str]] = {}
-    sharding: ClassVar[Feature | None] = None
-    grouping: ClassVar[Feature | None] = None
 
     # -- before SGLang loads the model
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
-        """Return the features besides `serving` that a pattern needs: one if its layers select in blocks.
+        """Return the features besides `serving` that a pattern needs.
 
         Raises:
-            PatternError: if no server has such layers.
+            PatternError: if no server runs such a pattern.
         """
-        if self.blocks is None:
-            pattern.check_plain(f"is not served on {self.serving.name}")
-            return ()
-        return (self.blocks,) if pattern.indexers else ()
+        pattern.check_plain(f"is not served on {self.serving.name}")
+        return ()
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
@@ -187,36 +174,11 @@ class SglangAdapter(ABC):
             ProofError: if that can't be done.
         """
 
-    def share_rows(self, runner: Any, pattern: Pattern) -> None:
-        """Make the F layers of a `ModelRunner` select for this rank's part of the rows of prompts, after `loaded`.
-
-        It is called only where SGLang has `sharding`.
-
-        Raises:
-            ProofError: if that can't be done, or there is one rank.
-        """
-        raise NotImplementedError
-
-    def shared_rows(self, model: Any) -> Mapping[int, int]:
-        """Read from the loaded model over how many ranks each of its layers shares out rows; others are left out.
-
-        Raises:
-            ProofError: if an indexer does not show it.
-        """
-        return {}
-
     def captured(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most run nothing of ours in a pass)
         """Check that the CUDA graphs of a `ModelRunner` were captured with `pattern`.
 
         Raises:
             ProofError: if not.
-        """
-
-    def group(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most have no blocks)
-        """Attend from the queries of blocks together in a `ModelRunner`, where that can be done; after `captured`.
-
-        Raises:
-            ProofError: if what it would call is not what was read.
         """
 
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
@@ -233,14 +195,6 @@ class SglangAdapter(ABC):
         """Read from a `ModelRunner` the bytes that layers save or take on this rank, by their `/server_info` names."""
         return {}
 
-    def grouped(self, runner: Any) -> tuple[int, ...]:
-        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
-
-        Raises:
-            ProofError: if something else has replaced a part of it.
-        """
-        return ()
-
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """Yield the modules that select or reuse, by site; those of draft and NextN models are left out."""
@@ -256,14 +210,6 @@ class SglangAdapter(ABC):
     def selection(self, model: Any) -> Selection | None:
         """Read the selection that S layers of the loaded model would attend to; `None` where indexers select."""
         return None
-
-    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
-        """Read from the indexers of the loaded model which layers of this rank would select in blocks.
-
-        Raises:
-            ProofError: if an indexer does not show it.
-        """
-        return ()
 
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:

@@ -39,7 +39,7 @@ from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, storage, updates, warm_up
+from sglang_indexcache.serving import engines, identity, metrics, proof, ready, storage, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` watches
 _lock, _launching = RLock(), RLock()
-_applied: set[str] = set()
+_applied: list[bool] = []
 
 
 def require() -> None:
@@ -119,16 +119,9 @@ def _plan(server_args: Any) -> EnginePlan:
     plan = engines.plan_of(server_args)
     assert plan is not None  # the plugin looked
     with _lock:
-        if "serving" not in _applied:
+        if not _applied:
             _serving_hooks().apply(*_WATCHED)
-            _applied.add("serving")
-        if not plan.serves:
-            from sglang_indexcache import calibration
-
-            calibration.begin(plan)
-            if "calibration" not in _applied:
-                calibration.hooks().apply()
-                _applied.add("calibration")
+            _applied.append(True)
     return plan
 
 
@@ -198,7 +191,7 @@ def _prover(need: probes.Need) -> Callable[..., None]:
             engines.loaded_here(plan)
         counted_for = engines.plan_of(runner.server_args) if draft else plan
         if counted_for is not None and counted_for.serves and need == counted_for.family.sglang.proven_after:
-            counted.watch(counted_for, runner, draft)
+            proof.count_indexers(counted_for, runner, draft)
 
     return after
 

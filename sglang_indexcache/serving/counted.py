@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
-
-if TYPE_CHECKING:
-    from sglang_indexcache.serving.preflight import EnginePlan
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +43,6 @@ def kinds_of(server_args: Any, draft: bool = False) -> frozenset[str]:
         return frozenset({DRAFT_EXTEND}) if mode != _PREFILL else frozenset({EXTEND})
     steps = VERIFY if getattr(server_args, "speculative_algorithm", None) else DECODE
     return frozenset({EXTEND} if mode == _PREFILL else {steps} if mode == _DECODE else {EXTEND, steps})
-
-
-def watch(plan: EnginePlan, runner: Any, draft: bool) -> None:
-    """Count the indexers of a loaded model in its first passes, if its family has them.
-
-    Args:
-        plan: has the pattern.
-        runner: a `ModelRunner`.
-        draft: whether it runs the draft model.
-    """
-    found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
-    if not found:
-        return
-    if draft:
-        counter = Counter(found, "layer of the draft model")
-    else:
-        selects_after: int | None = plan.selects_after
-        if selects_after >= runner.model_config.context_len:
-            selects_after = None  # nothing ever selects
-        counter = Counter(found, "letter", selects_after)
-    plan.proven.counters.append(counter)
-    counter.begin(kinds_of(runner.server_args, draft))
 
 
 class Counter:

@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
@@ -28,7 +28,7 @@ class RankReport:
 
     fingerprint: str
     layers: tuple[int, ...]
-    problem: str | None
+    problem: str | None = None
     roles: str = ""
     indexers: tuple[IndexerSetting, ...] = ()
     shared_rows: Mapping[int, int] = field(default_factory=dict)

@@ -16,11 +16,13 @@ from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io import refusal
 from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
 from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.sglang.asked import LaunchError
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.options import parser_of
 from tests.conftest import tiny_config
@@ -172,13 +174,13 @@ def test_the_launcher_says_it_before_sglang_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
-    monkeypatch.setenv(launch_server.PATTERN_VARIABLE, "")
-    monkeypatch.setenv(launch_server.ALLOW_MISMATCH_VARIABLE, "")
+    monkeypatch.setenv(refusal.PATTERN_VARIABLE, "")
+    monkeypatch.setenv(refusal.ALLOW_MISMATCH_VARIABLE, "")
     launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2", "--device", "cpu"])
     notes = capsys.readouterr().err.splitlines()
     assert all(note.startswith("note from indexcache: ") for note in notes)
     assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 3
-    with pytest.raises(launch_server.LaunchError, match="--enable-flexkv can't be combined with a pattern"):
+    with pytest.raises(LaunchError, match="--enable-flexkv can't be combined with a pattern"):
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])
     assert capsys.readouterr().err == ""

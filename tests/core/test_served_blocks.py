@@ -186,9 +186,14 @@ def test_what_is_proven() -> None:
     assert other_indexers(Pattern("FSFF"), {2, 3}, both[:1]) == (
         "the indexer of letter 2 would run as 2q4, the pattern says that it scores everything"
     )
-    stages = [RankReport("", (0, 1), None, "FS--"), RankReport("", (2, 3), None, "--FF", both)]
+    stages = [
+        RankReport(fingerprint="", layers=(0, 1), roles="FS--"),
+        RankReport(fingerprint="", layers=(2, 3), roles="--FF", indexers=both),
+    ]
     assert read_back(stages, None) == pattern
-    assert read_back([RankReport("", (0, 1, 2, 3), None, "FSFF", both)] * 2, None) == pattern
+    assert (
+        read_back([RankReport(fingerprint="", layers=(0, 1, 2, 3), roles="FSFF", indexers=both)] * 2, None) == pattern
+    )
 
 
 def indexer() -> SglangIndexer:

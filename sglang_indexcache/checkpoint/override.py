@@ -154,6 +154,7 @@ def in_launch_line(
     line: LaunchLine,
     pattern: Pattern,
     family: Family,
+    *,
     file: PatternFile | None = None,
     model: str | None = None,
     unpacked: Path | None = None,
