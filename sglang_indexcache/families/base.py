@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.sglang.attention import CountedAttention
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sglang_indexcache.families.dsa.heads import HeadTrouble
+    from sglang_indexcache.serving.combinations import Combination
 
 
 class CheckpointReader(ABC):
@@ -48,7 +50,7 @@ class CheckpointReader(ABC):
             ModelConfigError: if a needed key is missing or wrong.
         """
 
-    def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
+    def selecting(self, model: ModelLayers, selection: PatternSelection | None) -> ModelLayers:
         """Describe a model for patterns with `selection`; `None` keeps the one that it has.
 
         Raises:
@@ -98,6 +100,8 @@ class SglangAdapter(ABC):
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
+        prompt_graphs_since: the first SGLang that captures graphs of prompts unasked; `None` if none does.
+        fp8_on_blackwell: whether SGLang keeps the cache in fp8 on Blackwell GPUs unasked.
     """
 
     checkpoint: CheckpointReader
@@ -110,6 +114,8 @@ class SglangAdapter(ABC):
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
     refused_flags: ClassVar[Mapping[str, str]] = {}
+    prompt_graphs_since: ClassVar[tuple[int, int, int] | None] = (0, 5, 17)
+    fp8_on_blackwell: ClassVar[bool] = True
 
     # -- before SGLang loads the model
 
@@ -125,6 +131,10 @@ class SglangAdapter(ABC):
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
         yield from ()
+
+    def combinations(self) -> tuple[Combination, ...]:
+        """Return the features of SGLang that concern these models alone; see `serving.combinations`."""
+        return ()
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
         """Yield why SGLang's kernels can't serve the heads of a model, by server arguments or a launch line."""
@@ -207,7 +217,7 @@ class SglangAdapter(ABC):
             ProofError: if the module does not show it.
         """
 
-    def selection(self, model: Any) -> Selection | None:
+    def selection(self, model: Any) -> PatternSelection | None:
         """Read the selection that S layers of the loaded model would attend to; `None` where indexers select."""
         return None
 
@@ -229,7 +239,7 @@ class SglangAdapter(ABC):
 
 
 class TransformersAdapter(ABC):
-    """An adapter that finds the indexers of a transformers model.
+    """An adapter that finds the indexers of a transformers model, or makes it run a pattern without them.
 
     Attributes:
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
@@ -242,6 +252,31 @@ class TransformersAdapter(ABC):
     @abstractmethod
     def indexer_modules(self, model: Any) -> list[nn.Module | None]:
         """Return the modules whose `forward` gives the indices that a site attends to; `None` where there is none."""
+
+    def selecting(
+        self,
+        model: Any,
+        pattern: Pattern,
+        observe: Callable[[int, Tensor], None] | None,
+        carried: Tensor | None,
+        prompt: Tensor | None,
+    ) -> AbstractContextManager[None]:
+        """Run a model with a pattern that has a selection inside the `with` block; for arguments see `apply_roles`.
+
+        Raises:
+            PatternError: if the pattern does not fit the model, or the model's own indexers select.
+        """
+        raise PatternError("pattern has a selection, but the model's own indexers choose; expected F and S alone")
+
+    def kernels(self, model: Any) -> AbstractContextManager[None]:
+        """Run a model on the project's kernels inside the `with` block; called where `on_kernels` is true.
+
+        Raises:
+            KernelInputError: if they can't run it.
+        """
+        from indexcache_kernels.transformers import use_kernels
+
+        return use_kernels(model)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from indexcache_dense.family import DENSE_GQA
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
@@ -17,8 +19,6 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
 from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
@@ -150,7 +150,7 @@ def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
 
 def test_the_page_has_every_combination() -> None:
     page = PAGE.read_text()
-    for item in COMBINATIONS:
+    for item in (*COMBINATIONS, *DENSE_GQA.sglang.combinations()):
         flags, verdict = ", ".join(f"`{flag}`" for flag in item.flags), item.verdict
         assert f"| {item.name} | {flags} | {verdict.state} | {verdict.why} |\n" in page, item.name
 

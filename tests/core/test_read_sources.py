@@ -13,7 +13,7 @@ import pytest
 from indexcache_dense.family import backends
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint.environment import Environment, all_features
-from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.families import known_families
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.refusal import UNREAD_VARIABLE
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
@@ -62,7 +62,7 @@ def model(folder: Path, config: dict[str, Any]) -> str:
 
 
 def named(family: str) -> Any:
-    return next(item.sglang for item in FAMILIES if item.name == family)
+    return next(item.sglang for item in known_families() if item.name == family)
 
 
 def test_every_function_that_is_replaced_has_a_row_for_its_versions() -> None:

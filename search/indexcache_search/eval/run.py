@@ -33,7 +33,6 @@ from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.pattern.selection import DEFAULT
 from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
 
 
@@ -147,7 +146,7 @@ def _run(
     speed: SpeedOptions | None,
 ) -> tuple[ComparisonResult | None, IndexCacheError | None]:
     given = candidates.selections[0] if candidates.selections else None
-    specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
+    specs = [(name, PatternSpec.read(text, given, assume=True)) for name, text in map(split_name, candidates.patterns)]
     description, config = candidates.describe(model, specs, data.seq_len), read_config(model)
     lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)

@@ -30,7 +30,7 @@ from indexcache_search.searching.comparison import VariantLosses
 from indexcache_search.searching.search import Found
 from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 
 SCHEMA = "indexcache-search/metrics/v3"
 
@@ -147,7 +147,7 @@ def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
-def _group(row: VariantLosses) -> tuple[Fraction | None, Selection | None]:
+def _group(row: VariantLosses) -> tuple[Fraction | None, PatternSelection | None]:
     """Summarise uniform's phases."""
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 

@@ -54,7 +54,7 @@ from sglang_indexcache.families import family_of
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.redaction import redacted
 from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.result_folder import CARD, FILES, METRICS, PATTERN, REPORT, SEARCH
 
 
@@ -95,7 +95,7 @@ class EngineSettings:
     attention: str
     endpoints: tuple[Address, ...] = ()
     server_arguments: tuple[str, ...] = ()
-    selection: Selection | None = None
+    selection: PatternSelection | None = None
 
     @property
     def server_flags(self) -> tuple[str, ...]:

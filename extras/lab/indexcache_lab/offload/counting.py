@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_dense.selection import Selection
 from indexcache_lab.offload.advice import selecting_layers
 from indexcache_lab.offload.counted import misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses, page_misses
@@ -15,7 +16,6 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.journal import Journal
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
 
 
 def count_misses(
