@@ -20,7 +20,7 @@ from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from sglang_indexcache.families.dsa.heads import HeadTrouble
     from sglang_indexcache.serving.combinations import Combination

@@ -151,7 +151,7 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
         misses_on(live, pattern, DATA, 1, 4, [8])
     live.close()
     other = engine(stubs[1])
-    other.measures = frozenset()
+    other.answers = frozenset()
     with pytest.raises(SearchError, match="does not record what is selected"):
         misses_on(other, pattern, DATA, 0, 4, [8])
 

@@ -64,7 +64,7 @@ class SglangEngine:
         notice: called with one line when a server is lost or back.
 
     Attributes:
-        measures: names of what the servers measure beside logprobs.
+        answers: names of what the servers measure beside logprobs.
 
     Raises:
         SearchError: if a server does not answer, is not in calibration mode, is another search's, or has another model
@@ -86,7 +86,7 @@ class SglangEngine:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
-            self.weights_sha256, self.measures = first.weights_sha256, frozenset(first.measures)
+            self.weights_sha256, self.answers = first.weights_sha256, frozenset(first.measures)
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
             for server in self._servers:
@@ -174,7 +174,7 @@ class SglangEngine:
         Raises:
             SearchError: if no server came back within `patience`.
         """
-        if OVERLAP not in self.measures:
+        if OVERLAP not in self.answers:
             return None
         return self.anywhere(lambda lane: self._overlap(lane, data, rows))
 

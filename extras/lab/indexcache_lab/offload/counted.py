@@ -69,7 +69,7 @@ def misses_on(
     """
 
     def count(lane: CalibrationServer) -> dict[int, list[int]]:
-        if MISSES not in engine.measures:
+        if MISSES not in engine.answers:
             raise SearchError(f"{lane.url}: does not record what is selected; expected another SGLang")
         lane.switch(pattern)
         record_selections(lane, data.seq_len - steps, data.seq_len)
