@@ -2,7 +2,7 @@
 
 `SGLANG_INDEXCACHE_PATTERN` names a pattern; `SGLANG_INDEXCACHE_CALIBRATE=1` makes a server for a search instead. Both
 are read when an engine is launched (`requested`): SGLang loads plugins once in a process, which may launch several
-engines. The plugin watches a few functions of SGLang. It registers the hooks that serve an engine when that engine has
+engines. The plugin observes a few functions of SGLang. It registers the hooks that serve an engine when that engine has
 a request, and does nothing for the others. This module imports nothing of the project but `requested` and `refusal`,
 and what these do, so that an import that fails is refused, not logged.
 """
@@ -21,25 +21,25 @@ LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 CONFIGURE = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 SCHEDULE = "sglang.srt.managers.scheduler.Scheduler.__init__"
 START = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"  # for a launch that loads the plugins itself
-WATCHED = (LAUNCH, CONFIGURE, SCHEDULE, START)
+OBSERVED = (LAUNCH, CONFIGURE, SCHEDULE, START)
 
 
 def register() -> None:
-    """Watch for engines with a request; SGLang calls this entry point."""
+    """Look out for engines with a request; SGLang calls this entry point."""
     try:
         if environment_asks():
             from sglang_indexcache import serving
 
-            serving.require()  # an SGLang without the watched functions would serve without the pattern
+            serving.require()  # an SGLang without the observed functions would serve without the pattern
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        for target in WATCHED:
-            HookRegistry.register(target, watch(target), HookType.AROUND)
+        for target in OBSERVED:
+            HookRegistry.register(target, observe(target), HookType.AROUND)
     except Exception as error:
         _end("the plugin could not be registered", error)
 
 
-def watch(target: str) -> Callable[..., Any]:
+def observe(target: str) -> Callable[..., Any]:
     """Return a hook around `target` that hands over to `serving` if the engine has a request."""
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

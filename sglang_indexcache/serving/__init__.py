@@ -22,7 +22,7 @@ The hooks, and when each runs:
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 | around `CommonKVManager.try_ensure_parallel_info` | here | decode servers outlive prefill servers of other patterns |
 
-The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine
+The first three and `Scheduler.__init__` are observed from the start (`plugin`); the others are applied once an engine
 has a request. Hooks can't be taken back, and a process may have several engines: each hook looks up the plan of the
 engine at hand (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass once
 indexers were counted, but for layers that select in blocks; with metrics on, two counters are added to after it.
@@ -49,7 +49,7 @@ from sglang_indexcache.sglang.requested import KEY
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` watches
+_OBSERVED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` observes
 _lock, _launching = RLock(), RLock()
 _applied: list[bool] = []
 
@@ -64,7 +64,7 @@ def require() -> None:
 
 
 def follower(target: str) -> Callable[..., Any]:
-    """Return the hook that runs instead of a watched function, for an engine with a request."""
+    """Return the hook that runs instead of an observed function, for an engine with a request."""
     followers = {
         probes.LAUNCH.target: _launch,
         probes.SERVER_ARGS.target: _configure,
@@ -120,7 +120,7 @@ def _plan(server_args: Any) -> EnginePlan:
     assert plan is not None  # the plugin looked
     with _lock:
         if not _applied:
-            _serving_hooks().apply(*_WATCHED)
+            _serving_hooks().apply(*_OBSERVED)
             _applied.append(True)
     return plan
 
@@ -148,7 +148,7 @@ def _serving_hooks() -> Hooks:
     ):
         if source.refusal(feature) is None:
             hooks.add(kind, need, function)
-    for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.WATCH_UPDATES):
+    for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.OBSERVE_UPDATES):
         reason = source.refusal(feature)
         if reason is not None:
             logger.warning("indexcache: no %s: %s", feature.name, reason)

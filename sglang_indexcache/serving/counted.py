@@ -5,7 +5,7 @@ roles were right. So in the first passes each call of an attention module is loo
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
 to 0.5.14 lets S layers do that, too, and nobody reads them. So prompts count once one was longer than a selection.
 Graphs are counted while they are captured, on every rank; where one of prompts is replayed, the method that selects is
-watched. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
+observed. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
 and all graphs are captured.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
-from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
+from sglang_indexcache.sglang.attention import CountedAttention, Observed, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Counter:
                 runs = _eager(self._runs(item.site))
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
                 if item.selects is not None and hasattr(item.indexer, item.selects):
-                    self._handles.append(Watched(item.indexer, item.selects, refusing(self._selects(item))))
+                    self._handles.append(Observed(item.indexer, item.selects, refusing(self._selects(item))))
 
     def end(self) -> None:
         """Take everything away that counts."""

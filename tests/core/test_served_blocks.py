@@ -22,7 +22,7 @@ from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
-from sglang_indexcache.sglang.attention import Watched
+from sglang_indexcache.sglang.attention import Observed
 from tests.served import (
     CALLS,
     DIM,
@@ -209,9 +209,9 @@ def test_modules_are_read_back() -> None:
     plain, in_blocks = indexer(), indexer()
     patch_indexers.install(modules(plain, None, in_blocks), Pattern.parse("FSFF+2q4+3q4"))  # layer 3 is elsewhere
     assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
-    watched = [Watched(item, PREFILL, lambda *args: None) for item in (plain, in_blocks)]
+    observed = [Observed(item, PREFILL, lambda *args: None) for item in (plain, in_blocks)]
     assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
-    for item in watched:
+    for item in observed:
         item.remove()
     for method in (PREFILL, DECODING):
         other = indexer()
