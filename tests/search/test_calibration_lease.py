@@ -198,7 +198,7 @@ def test_measurements_under_which_somebody_switched(stub: Stub, what: str, act: 
     """Times, overlaps and misses of another pattern look like any others: they are made again, or not at all."""
     searching = SglangEngine([client(stub)], MODEL)
     calls: dict[str, Callable[[], Any]] = {
-        "overlap": lambda: searching.topk_overlap(DATA, 5),
+        "overlap": lambda: searching.matrix("overlap", DATA, 5),
         "misses": lambda: searching.misses(PATTERNS[0], DATA, 0, 4, [8]),
         "speed": lambda: searching.prompt_speed([Variant.baseline(MODEL.native)], DATA),
     }

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.estimate import Estimate, estimate
 from indexcache_search.searching.search import Search

@@ -95,19 +95,19 @@ def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
 
 
 def test_overlap(stubs: list[Stub]) -> None:
-    assert (engine(stubs[0]).topk_overlap(DATA, 5) == np.eye(LAYERS)).all()
+    assert (engine(stubs[0]).matrix("overlap", DATA, 5) == np.eye(LAYERS)).all()
     assert len(stubs[0].positions) == 5
     stubs[0].measures = []
-    assert engine(stubs[0]).topk_overlap(DATA, 5) is None
+    assert engine(stubs[0]).matrix("overlap", DATA, 5) is None
 
 
 def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
     live = engine(*stubs, patience=0.5)
     stubs[0].fail = lambda path: (0, None)
-    assert (live.topk_overlap(DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
+    assert (live.matrix("overlap", DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
     stubs[1].fail = lambda path: (0, None)
     with pytest.raises(SearchError, match="no server came back"):
-        live.topk_overlap(DATA, 5)
+        live.matrix("overlap", DATA, 5)
 
 
 def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
@@ -128,7 +128,7 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
         live.misses(pattern, DATA, 1, 4, [8])
     live.close()
     other = engine(stubs[1])
-    other._measures = frozenset()
+    other._answers = frozenset()
     with pytest.raises(SearchError, match="does not record what is selected"):
         other.misses(pattern, DATA, 0, 4, [8])
 

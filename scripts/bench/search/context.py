@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model, set_quiet
 from scripts.bench.search.sets import demo_sets
 from scripts.bench.timing import timed

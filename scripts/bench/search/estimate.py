@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 from indexcache_search import demo
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation.journal import Journal, recorded
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.searching import estimate
 from indexcache_search.searching.run import SearchData, token_sets

@@ -19,10 +19,11 @@ from indexcache_dense.hf.page_signals import page_signals
 from indexcache_dense.hf.prompt_cache import PromptCache, SequenceEnd
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import OVERLAP, SIMILARITY
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.evaluation.plan import Plan, order
 from indexcache_search.hf.cache_argument import cache_argument
@@ -63,6 +64,8 @@ class TransformersEngine:
         files: the files it was loaded from; their digest is part of a journal's identity.
     """
 
+    lanes = 1
+
     def __init__(
         self,
         model: Any,
@@ -70,6 +73,7 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
+        *,
         files: ModelFiles | None = None,
     ) -> None:
         self.torch_model, self.files = model, files
@@ -89,16 +93,8 @@ class TransformersEngine:
         if attention == "kernels":
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
+        self._signals: tuple[tuple[str, int], Mapping[str, NDArray[np.float64]]] | None = None
         self._beginnings = PromptCache(model, prefix_cache_gb * 1e9)
-
-    @staticmethod
-    def parse(key: str) -> Plan:
-        """Parse the key of a pattern.
-
-        Raises:
-            PatternError: if `key` is not one.
-        """
-        return Pattern.from_key(key)
 
     @classmethod
     def load(
@@ -108,6 +104,7 @@ class TransformersEngine:
         dtype: str = "float32",
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
+        *,
         attention: str = "auto",
         selection: Selection | None = None,
         notice: Callable[[str], None] = lambda _: None,
@@ -137,7 +134,7 @@ class TransformersEngine:
         loaded = loaded.eval().to(target)
         if target.type == "cpu":  # sdpa has no fused kernel for these heads there, and takes a sixth longer
             loaded.set_attn_implementation("eager")
-        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files)
+        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)
 
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`."""
@@ -214,15 +211,30 @@ class TransformersEngine:
             chooses = chooses & ~data.prompt[list(rows)]
         return max(0, int(chooses.any(axis=0).argmax()) - 1)
 
+    @property
+    def measures(self) -> frozenset[str]:
+        """See `Engine.measures`."""
+        return frozenset({OVERLAP, "shift", "recall"} if self.model.dense else {OVERLAP, SIMILARITY})
+
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """See `Engine.matrix`; of dense models `overlap`, `shift` and `recall`, see `page_signals`."""
+        if self.model.dense:
+            if self._signals is None or self._signals[0] != (data.sha256, rows):
+                self._signals = (data.sha256, rows), self.page_signals(data, rows)
+            return self._signals[1].get(name)
+        if name == OVERLAP:
+            return self.topk_overlap(data, rows)
+        return self.output_similarity(data) if name == SIMILARITY else None
+
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """See `Engine.topk_overlap`."""
+        """See `measurements.topk_overlap`."""
         if self.model.dense:
             return self.page_signals(data, rows)["overlap"]
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._sequences(data), rows)
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """See `Engine.page_signals`."""
+        """Return `overlap`, `shift` and `recall` over `rows` queries per sequence, see module `page_signals`."""
         if not self.model.dense:
             return {}
         ends = (self._from_choice(self.model.native, [row], data) for row in range(data.num_sequences))
@@ -258,10 +270,8 @@ class TransformersEngine:
             self.torch_model(end.tokens, **past, use_cache=end.past is not None, logits_to_keep=1)
         return found
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`; `None` for dense models, which don't use it."""
-        if self.model.dense:
-            return None
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
+        """See `measurements.output_similarity`."""
         with self._attention():
             return measurements.output_similarity(self.torch_model, self.model, self._sequences(data))
 
@@ -280,7 +290,14 @@ class TransformersEngine:
         states = PrefixCache(0) if cache is None else cache
         with self._attention(), self._from_choice(pattern, rows, data) as end:
             hidden, layers = run_from_cache(
-                self.torch_model, self.model.layers, end.tokens, pattern, states, batch, end.prompt, end.past
+                self.torch_model,
+                self.model.layers,
+                end.tokens,
+                pattern,
+                cache=states,
+                batch=batch,
+                prompt=end.prompt,
+                past=end.past,
             )
         return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)
 

@@ -17,15 +17,16 @@ from indexcache_lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_lab.key_delta.file import KeyFile
 from indexcache_lab.key_delta.plan import LONG, KeyPlan
 from indexcache_lab.key_delta.search import KeySearch, Thresholds
-from indexcache_search.console import command, results
+from indexcache_search.console import announce, bar, command, results, warn
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import result
 from indexcache_search.eval.held_out import ComparisonSet
-from indexcache_search.eval.run import Runtime, show
+from indexcache_search.eval.run import show
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import engine_words, identity, today
@@ -34,8 +35,8 @@ from indexcache_search.evaluation.judge import Judge
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.searching.progress import announce, bar, warn
-from indexcache_search.searching.run import Files, SearchData, token_sets
+from indexcache_search.searching.begin import token_sets
+from indexcache_search.searching.job import Files, SearchData
 from indexcache_search.workdir.outputs import outputs
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
@@ -68,7 +69,7 @@ def _file_name(share: float) -> str:
 def run(
     model: str,
     data: SearchData,
-    runtime: Runtime,
+    runtime: RunSettings,
     files: Files,
     console: Console,
     *,
@@ -99,15 +100,7 @@ def run(
         for note in reader.notes:
             warn(console, note)
         with error_context("loading the model"):
-            engine = KeyEngine.load(
-                model,
-                runtime.device,
-                runtime.dtype,
-                runtime.batch_size,
-                runtime.prefix_cache_gb,
-                runtime.attention,
-                notice=partial(announce, console),
-            )
+            engine = KeyEngine.load(model, **runtime.here, notice=partial(announce, console))
             engine.model = description
         belongs_to = identity(engine, calibration, held_out, "kl")
         journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart, engine.parse))

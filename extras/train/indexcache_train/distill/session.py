@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
+from indexcache_search.console import bar
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
-from indexcache_search.searching.progress import bar
 from indexcache_train.distill.result import collect
 from indexcache_train.distill.settings import TrainingRuntime, TrainingSettings
 from indexcache_train.training.checkpoints import Checkpoints
