@@ -27,6 +27,7 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.variant import Variant
+from indexcache_search.searching.prompt_times import prompt_times
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.http.address import Address
@@ -200,7 +201,7 @@ def test_measurements_under_which_somebody_switched(stub: Stub, what: str, act: 
     calls: dict[str, Callable[[], Any]] = {
         "overlap": lambda: searching.matrix("overlap", DATA, 5),
         "misses": lambda: searching.misses(PATTERNS[0], DATA, 0, 4, [8]),
-        "speed": lambda: searching.prompt_speed([Variant.baseline(MODEL.native)], DATA),
+        "speed": lambda: prompt_times(searching, [Variant.baseline(MODEL.native)], DATA),
     }
     generated: list[str] = []  # the pattern of each prompt whose answer may have counted
 

@@ -108,7 +108,7 @@ def demo_losses() -> list[dict[str, Any]]:
     pattern = Pattern("FS" * (description.num_layers // 2))
     for dtype in ("float32", "bfloat16"):
         for attention in ("naive", "kernels"):
-            engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention)
+            engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention=attention)
             for _ in range(2):
                 evaluations, seconds = evaluate(engine, [description.native, pattern], data)
             row = {"model": "demo", "dtype": dtype, "attention": attention, "seconds": seconds}
