@@ -188,7 +188,7 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
     if options.model is not None:
         overrides, unpacked = options.json_model_override_args, options.sglang
         line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, line)
+        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, arguments=line)
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))
@@ -231,7 +231,7 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang
+        readings.lines[-1], pattern, family, spec.file, options.model, unpacked=options.sglang
     )
     problems += wrong
     result["warnings"] = [*result.get("warnings", ()), *others]

@@ -69,6 +69,7 @@ def check(
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
+    *,
     arguments: LaunchLine | None = None,
 ) -> Report:
     """Check the pattern that `spec` names against `model`, a folder or hub id.

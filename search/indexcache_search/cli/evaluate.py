@@ -172,6 +172,7 @@ NEEDS = {
 
 def evaluate(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,

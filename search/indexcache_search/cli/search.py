@@ -192,6 +192,7 @@ NEEDS = {
 
 def search(
     context: typer.Context,
+    *,
     model: options.Model = None,
     selection: Annotated[SelectionChoice | None, options.selection_option("")] = None,
     calibration: options.Calibration = None,

@@ -37,6 +37,7 @@ PrefixCache = Annotated[float, number("Host memory for what layers give, and as 
 
 
 def search(
+    *,
     model: options.DenseModel,
     calibration: Annotated[list[str], options.sources("Calibration text")],
     evaluation: options.HeldOutOrSame = None,
@@ -93,6 +94,7 @@ def search(
 
 
 def evaluate(
+    *,
     model: options.DenseModel,
     evaluation: Annotated[list[str], options.sources("Held-out text")],
     pattern: options.Patterns = None,

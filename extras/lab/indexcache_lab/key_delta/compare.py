@@ -113,7 +113,7 @@ class KeyCandidates(Candidates):
         """See `compare`."""
         assert isinstance(engine, KeyEngine)
         rivalled = [line.pattern for line in lines if isinstance(line.pattern, KeyPlan) and self.rivals]
-        return compare(engine, journal, lines, built, done, rivalled)
+        return compare(engine, journal, lines, built, done, rivalled=rivalled)
 
     def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
         """See `figures`."""
@@ -143,6 +143,7 @@ def compare(
     lines: Sequence[Variant],
     built: ComparisonSet,
     done: Done,
+    *,
     rivalled: Sequence[KeyPlan],
 ) -> list[Compared]:
     """Evaluate the baseline, `lines`, and plans that leave out as much as those of `rivalled`."""

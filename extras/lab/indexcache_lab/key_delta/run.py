@@ -110,7 +110,7 @@ def run(
             task = progress.add_task("thresholds of single layers", total=None)
             planned, notice = partial(progress.update, task), partial(console.print, soft_wrap=True)
             chooses.on_evaluation = lambda _: progress.advance(task)
-            search = KeySearch(engine, chooses, costs, nothing, lambda plans: planned(total=plans), notice)
+            search = KeySearch(engine, chooses, costs, nothing, lambda plans: planned(total=plans), notice=notice)
             found = search.find(shares)
         written = {_file_name(item.asked): _text(item, description, chooses, costs) for item in found}
         for item in found:
@@ -125,7 +125,7 @@ def run(
                 lines.append(Variant(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             built, rivalled = ComparisonSet(held_out, {}), [item.plan for item in found]
-            compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled)
+            compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled=rivalled)
             comparison = result.collect(
                 compared,
                 built,

@@ -61,6 +61,7 @@ class BuffersChoice:
 
 def offload(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,
@@ -147,7 +148,7 @@ def offload(
         )
         runtime = chosen.run(options.ENGINE_DEFAULTS, device=device, dtype=dtype)
         process.let_work_end()
-        found = run(model or str(demo.MODEL), asked, machine, runtime, output, restart, console)
+        found = run(model or str(demo.MODEL), asked, machine, runtime, output, restart=restart, console=console)
         show(found, model, output, results())
         if found.limits is not None and found.choice is None:
             raise typer.Exit(1)

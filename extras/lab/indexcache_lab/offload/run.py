@@ -86,7 +86,14 @@ class PlanRequest:
 
 
 def run(
-    model: str, asked: PlanRequest, server: Server, runtime: RunSettings, output: Path, restart: bool, console: Console
+    model: str,
+    asked: PlanRequest,
+    server: Server,
+    runtime: RunSettings,
+    output: Path,
+    *,
+    restart: bool,
+    console: Console,
 ) -> OffloadResult:
     """Count the traffic of decoding from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
@@ -98,7 +105,7 @@ def run(
     reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.data.sources}
     names = [*result.FILES, "pattern.yaml"]
     with outputs("indexcache-offload", output, output / "work", names, reads) as out, ExitStack() as stack:
-        found, file = _run(model, asked, server, runtime, out, restart, console, stack)
+        found, file = _run(model, asked, server, runtime, out, restart=restart, console=console, stack=stack)
         out.replace({**result.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
     return found
 
@@ -109,6 +116,7 @@ def _run(
     server: Server,
     runtime: RunSettings,
     out: Outputs,
+    *,
     restart: bool,
     console: Console,
     stack: ExitStack,

@@ -46,6 +46,7 @@ def run(
     settings: DistillSettings,
     retention: Fraction,
     runtime: TrainingRuntime,
+    *,
     folders: Folders,
     console: Console,
     start: DenseStart | None = None,
@@ -83,7 +84,7 @@ def run(
         every = replace(settings, pattern=Pattern.full(description.num_layers))
         first = replace(folders, output=folders.output / ALL_LAYERS)
         with error_context("training with indexers in all layers"):
-            training.run(model, data, every, runtime, first, console, start)
+            training.run(model, data, every, runtime, first, console=console, start=start)
         base = str(first.model)
     with error_context("searching a pattern"):
         job = SearchJob(
@@ -114,4 +115,4 @@ def run(
         found = search(job)
     pattern = found.pattern_file.as_pattern()
     with error_context("training with the pattern found"):
-        return training.run(base, data, replace(settings, pattern=pattern), runtime, last, console)
+        return training.run(base, data, replace(settings, pattern=pattern), runtime, last, console=console)

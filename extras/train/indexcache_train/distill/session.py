@@ -100,6 +100,7 @@ def session(
     data: TrainingData,
     settings: TrainingSettings,
     steps: int,
+    *,
     runtime: TrainingRuntime,
     paths: Folders,
     console: Console,
@@ -129,7 +130,14 @@ def session(
     }
     with held_folders(paths, data, identity, processes) as folders:
         train, held_out = training_sets(
-            model, description, data, folders.identity, settings.seed, paths, processes, console
+            model,
+            description,
+            data,
+            folders.identity,
+            settings.seed,
+            folders=paths,
+            processes=processes,
+            console=console,
         )
         checkpoints = Checkpoints(paths.work / "checkpoints", processes)
         done = checkpoints.latest()

@@ -57,6 +57,7 @@ def training_sets(
     data: TrainingData,
     identity: Mapping[str, Any],
     seed: int,
+    *,
     folders: Folders,
     processes: Processes,
     console: Console,

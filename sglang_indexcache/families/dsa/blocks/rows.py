@@ -162,7 +162,7 @@ class Rows:
     """
 
     def __init__(
-        self, metadata: Any, starts: Tensor, ends: Tensor, lengths: Tensor, requests: Tensor, offsets: Tensor | None
+        self, metadata: Any, starts: Tensor, ends: Tensor, lengths: Tensor, requests: Tensor, *, offsets: Tensor | None
     ) -> None:
         self.metadata, self.starts, self.ends, self.lengths = metadata, starts, ends, lengths
         self.requests, self.offsets = requests, offsets
@@ -175,7 +175,12 @@ class Rows:
         offsets = metadata.attn_metadata.topk_indices_offset
         lengths = metadata.get_seqlens_expanded()
         return cls(
-            metadata, starts[rows], ends[rows], lengths[rows], requests, None if offsets is None else offsets[rows]
+            metadata,
+            starts[rows],
+            ends[rows],
+            lengths[rows],
+            requests,
+            offsets=None if offsets is None else offsets[rows],
         )
 
     def over(self, metadata: Any) -> Self:
