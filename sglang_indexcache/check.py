@@ -16,7 +16,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from sglang_indexcache import __version__, override, process
+from sglang_indexcache import __version__, process
+from sglang_indexcache.checkpoint import override
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
@@ -25,7 +26,6 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
-from sglang_indexcache.launch_server import Arguments, split_arguments
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import known
 from sglang_indexcache.pattern_file.result_folder import ResultFolder
@@ -33,6 +33,7 @@ from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec, spells_let
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
@@ -186,9 +187,14 @@ def _pattern(options: argparse.Namespace) -> int:
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     if options.model is not None:
-        overrides, unpacked = options.json_model_override_args, options.sglang
-        line = None if options.server_args is None else _launch_line(options)[2].lines[-1]
-        report = check(spec, options.model, overrides, options.allow_config_mismatch, unpacked, arguments=line)
+        report = check(
+            spec,
+            options.model,
+            user_overrides=options.json_model_override_args,
+            allow_config_mismatch=options.allow_config_mismatch,
+            unpacked=options.sglang,
+            arguments=None if options.server_args is None else _launch_line(options)[2].lines[-1],
+        )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
         text.append(as_text(report))
@@ -206,12 +212,12 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
 
 
-def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
+def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
-    ours = split_arguments(words)
+    ours, rest = split_arguments(words)
     installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    return variables, ours, Readings.of(ours.rest, installed)
+    return variables, ours, Readings.of(rest, installed)
 
 
 def _check_launch(
@@ -231,7 +237,7 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, unpacked=options.sglang
+        readings.lines[-1], pattern, family, file=spec.file, model=options.model, unpacked=options.sglang
     )
     problems += wrong
     result["warnings"] = [*result.get("warnings", ()), *others]

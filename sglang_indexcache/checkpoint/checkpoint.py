@@ -13,13 +13,13 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.io.atomic import read_json_object, reason
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
+from sglang_indexcache.io.other_kinds import is_pointer, other_kind
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.pattern_file.hub import why
-from sglang_indexcache.pattern_file.other_kinds import is_pointer, other_kind
 from sglang_indexcache.sglang.overrides import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20

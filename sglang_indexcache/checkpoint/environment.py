@@ -5,7 +5,9 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.extensions import extensions
+from sglang_indexcache.families import known_families
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run
@@ -32,16 +34,14 @@ class FeatureRow:
 
 
 def family_features() -> tuple[Feature, ...]:
-    """List the features of the families beside `FEATURES`, each once."""
-    features = (
-        item
-        for served in (family.sglang for family in FAMILIES)
-        for item in (
-            *(served.serving, served.pipeline, served.rule, served.blocks, served.sharding, served.grouping),
-            served.selection_capture,
-            *served.variants,
-        )
-    )
+    """List the features of the families and of added measures beside `FEATURES`, each once."""
+    features: list[Feature | None] = []
+    for served in (family.sglang for family in known_families()):
+        blocks = with_blocks(served)
+        features += [served.serving, served.pipeline, served.rule]
+        features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
+        features += served.variants
+    features += [measure.feature for measure in extensions("measures", object).values()]
     return tuple(dict.fromkeys(item for item in features if item is not None))
 
 
@@ -77,7 +77,7 @@ class Environment:
     @property
     def can_serve(self) -> bool:
         """True if all that is required is there, and some family of models can be served."""
-        families = {family.sglang.serving.name for family in FAMILIES}
+        families = {family.sglang.serving.name for family in known_families()}
         required = all(row.refused is None for row in self.features if row.required)
         return required and any(row.refused is None for row in self.features if row.name in families)
 

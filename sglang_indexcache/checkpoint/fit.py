@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.override import alone, contradictions, reading_lines, says_roles, without_launcher
 from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.override import alone, contradictions, reading_lines, says_roles, without_launcher
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import JOINT, Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.sglang.launch_line import LaunchLine
@@ -31,7 +30,7 @@ class Report:
         pattern: requested roles.
         fingerprint: sha256 of the requested pattern.
         retention: share of layers that are not shared.
-        selection: pages that S layers of a dense model attend to.
+        selection: the pattern's own, of a model without indexers.
         model: name of the model.
         source_layers: for each layer, the layer whose indices it uses.
         locked_layers: layers that can only be `S`.
@@ -49,7 +48,7 @@ class Report:
     pattern: str
     fingerprint: str
     retention: float
-    selection: Selection | None
+    selection: PatternSelection | None
     model: str
     source_layers: tuple[int, ...]
     locked_layers: tuple[int, ...]
@@ -66,10 +65,10 @@ class Report:
 def check(
     spec: PatternSpec,
     model: str,
+    *,
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
-    *,
     arguments: LaunchLine | None = None,
 ) -> Report:
     """Check the pattern that `spec` names against `model`, a folder or hub id.
@@ -158,7 +157,7 @@ def as_text(report: Report) -> str:
         f"          {len(pattern.full_layers)} of {len(pattern)} layers {pattern.full_role}{own},"
         f" fingerprint {report.fingerprint[:16]}",
         f"source    {report.source}",
-        *([] if report.selection is None else [f"selection {_selection(report.selection)}"]),
+        *([] if report.selection is None else [f"selection {report.selection.in_words()}"]),
         f"model     {report.model}",
         f"sglang    {report.sglang or 'not installed'}",
         f"override  {FLAG} '{json.dumps(report.override)}'" if report.override else "override  none",
@@ -175,16 +174,6 @@ def as_text(report: Report) -> str:
     lines += remarks(report.notes, report.warnings)
     lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]
     return "\n".join(lines)
-
-
-def _selection(selection: Selection) -> str:
-    """Return a selection in words: `64 pages of 16 tokens (8 recent), by token_max, steps ema:0.9`."""
-    sinks = f", {selection.sink_pages} sinks" if selection.sink_pages else ""
-    pages = f"{selection.pages} pages of {selection.page_tokens} tokens"
-    steps = "" if selection.steps == NO_MEMORY else f", steps {selection.steps}"
-    buffer = "" if selection.buffer_pages is None else f", {selection.buffer_pages} pages on the device"
-    heads = "" if selection.heads == JOINT else ", for each key head"
-    return f"{pages} ({selection.recent_pages} recent{sinks}), by {selection.score}{heads}{steps}{buffer}"
 
 
 def remarks(notes: Iterable[str], warnings: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 
-from sglang_indexcache.pattern_file.other_kinds import other_kind
+from sglang_indexcache.io.other_kinds import other_kind
 
 _CUT_OFF = "not JSON: is cut off before its end; expected the whole file"
 _BEGUN = re.compile(r"t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?|[.eE]?[+-]?")  # a word or number that is cut off, or nothing

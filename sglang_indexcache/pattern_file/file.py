@@ -19,7 +19,7 @@ from sglang_indexcache.model.config_keys import differing, facts_digest
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 from sglang_indexcache.pattern.indexer_setting import DEFINITION
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection, RegisteredSelection
 from sglang_indexcache.pattern_file.hub import SUFFIXES, HubFile
 
 SCHEMA = "indexcache/v1"
@@ -163,9 +163,11 @@ class PublishedSection(_FileSection):
 class PatternFile(_FileSection):
     """A pattern with what a reviewer needs to trust it. Read by `PatternFile.load("deploy/glm5/pattern.yaml")`."""
 
+    model_config = ConfigDict(defer_build=True)  # the type of `selection` is registered by an extension
+
     schema_: Literal["indexcache/v1"] = Field(alias="schema")
     model: ModelSection
-    selection: Selection | None = Field(
+    selection: Annotated[PatternSelection, RegisteredSelection] | None = Field(
         default=None, description="of dense models: the pages that F and S layers attend to; letters are D, F and S"
     )
     pattern: str = Field(

@@ -14,7 +14,7 @@ from sglang_indexcache.io.quotes import unquoted
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retention, uniform_pattern
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 from sglang_indexcache.pattern_file.file import PatternFile, split_retention
 from sglang_indexcache.pattern_file.hub import HubFile
 
@@ -44,13 +44,13 @@ class PatternSpec:
     letters: Pattern | None = None
 
     @classmethod
-    def read(cls, text: str, selection: Selection | None = None, fallback: Selection | None = None) -> PatternSpec:
+    def read(cls, text: str, selection: PatternSelection | None = None, assume: bool = False) -> PatternSpec:
         """Parse `text`, and read the file if it names one; a file whose name is all letters is `./FFSS`.
 
         Args:
             text: the name that somebody wrote.
             selection: selection of a pattern in letters.
-            fallback: where there is none, the selection of letters that have a `D` among them.
+            assume: whether letters with a `D` among them have the default one where there is none.
 
         Raises:
             IndexCacheError: if `text` names no pattern, or its file can't be read.
@@ -58,7 +58,8 @@ class PatternSpec:
         _check_spelling(text)
         if spells_letters(text):
             if DENSE in text:
-                selection = selection or fallback
+                if selection is None and assume:
+                    selection = selection_type().default()
                 if selection is None:
                     raise PatternError(f"{text} has a D, which needs a selection; expected a pattern file")
             return cls(text, letters=Pattern.parse(text, selection))

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from indexcache_dense.family import DENSE_GQA
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC_PIECEWISE, Meaning, is_off
@@ -130,19 +128,20 @@ def _since(version: str, first: tuple[int, int, int]) -> bool:
 
 def _graphs_by_default(line: LaunchLine, family: Family) -> str:
     """Return where SGLang captures prompts unasked: breakable graphs, since 0.5.17 where indexers choose, too."""
-    meant, first = Meaning(line), (0, 5, 14) if family is DENSE_GQA else (0, 5, 17)
+    meant, first = Meaning(line), family.sglang.prompt_graphs_since
     off = meant.cuda_graph_backend_prefill or meant.disaggregation_mode == "decode" or meant.device not in _ON_NVIDIA
-    if off or family is DEEPSEEK_V4 or not _since(line.version, first):
+    if off or first is None or not _since(line.version, first):
         return ""
     return "on by default on NVIDIA GPUs, as --cuda-graph-backend-prefill breakable"
 
 
 def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
     asked = line.kv_cache_dtype not in (None, "auto") or line.device not in _ON_NVIDIA
-    return "" if asked or family in (DENSE_GQA, DEEPSEEK_V4) else "on by default there, and nothing was run there"
+    by_default = family.sglang.fp8_on_blackwell and not asked
+    return "on by default there, and nothing was run there" if by_default else ""
 
 
-COMBINATIONS = (
+COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinations`
     Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",), _more_than_one("tp_size")),
     Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",), _more_than_one("pp_size")),
     Combination(
@@ -283,22 +282,6 @@ COMBINATIONS = (
         _BOTH,
         ("attention_backend",),
         _one_of("attention_backend", "dsa", "nsa"),
-    ),
-    Combination(
-        "backend of dense attention",
-        ("--attention-backend flashinfer, torch_native",),
-        "flashinfer: SGLang 0.5.17 on an H100; torch_native: SGLang 0.5.23 on CPUs",
-        ("attention_backend",),
-        _one_of("attention_backend", "flashinfer", "torch_native"),
-        family=DENSE_GQA,
-    ),
-    Combination(
-        "pages of 16 tokens",
-        ("--page-size 16",),
-        "SGLang 0.5.23 on CPUs; SGLang 0.5.17 on an H100",
-        ("page_size",),
-        lambda arguments: arguments.page_size == 16,
-        family=DENSE_GQA,
     ),
     Combination(
         "torch.compile",

@@ -5,7 +5,7 @@ roles were right. So in the first passes each call of an attention module is loo
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
 to 0.5.14 lets S layers do that, too, and nobody reads them. So prompts count once one was longer than a selection.
 Graphs are counted while they are captured, on every rank; where one of prompts is replayed, the method that selects is
-watched. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
+observed. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
 and all graphs are captured.
 """
 
@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
-from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
+from sglang_indexcache.sglang.attention import CountedAttention, Observed, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
-
-if TYPE_CHECKING:
-    from sglang_indexcache.serving.preflight import EnginePlan
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +43,6 @@ def kinds_of(server_args: Any, draft: bool = False) -> frozenset[str]:
         return frozenset({DRAFT_EXTEND}) if mode != _PREFILL else frozenset({EXTEND})
     steps = VERIFY if getattr(server_args, "speculative_algorithm", None) else DECODE
     return frozenset({EXTEND} if mode == _PREFILL else {steps} if mode == _DECODE else {EXTEND, steps})
-
-
-def watch(plan: EnginePlan, runner: Any, draft: bool) -> None:
-    """Count the indexers of a loaded model in its first passes, if its family has them.
-
-    Args:
-        plan: has the pattern.
-        runner: a `ModelRunner`.
-        draft: whether it runs the draft model.
-    """
-    found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
-    if not found:
-        return
-    if draft:
-        counter = Counter(found, "layer of the draft model")
-    else:
-        selects_after: int | None = plan.selects_after
-        if selects_after >= runner.model_config.context_len:
-            selects_after = None  # nothing ever selects
-        counter = Counter(found, "letter", selects_after)
-    plan.proven.counters.append(counter)
-    counter.begin(kinds_of(runner.server_args, draft))
 
 
 class Counter:
@@ -139,7 +114,7 @@ class Counter:
                 runs = _eager(self._runs(item.site))
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
                 if item.selects is not None and hasattr(item.indexer, item.selects):
-                    self._handles.append(Watched(item.indexer, item.selects, refusing(self._selects(item))))
+                    self._handles.append(Observed(item.indexer, item.selects, refusing(self._selects(item))))
 
     def end(self) -> None:
         """Take everything away that counts."""

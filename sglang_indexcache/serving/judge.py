@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from indexcache_dense.family import DENSE_GQA
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family, SglangAdapter
@@ -118,9 +117,7 @@ def verdicts(
         refused["--use-ray"] = "--use-ray can't be combined with a pattern: Ray actors of SGLang load no plugins"
     for name, why in refused.items():
         yield Verdict(REFUSED, name, why + _as_written(name, line))
-    for item in COMBINATIONS:
-        if item.family is DENSE_GQA and family is not DENSE_GQA:
-            continue
+    for item in (*COMBINATIONS, *family.sglang.combinations()):
         asked, default = item.asked(meant), item.default(line, family)
         if (asked or default) and not any(name in flags.split() for name in refused for flags in item.flags):
             yield _on(item, "" if asked else default, pattern, family, shard)
@@ -172,11 +169,12 @@ def _is_judged(name: str, line: LaunchLine, meant: Meaning, family: Family) -> b
     """Return whether a flag that was given changes nothing of attention, or is what a combination speaks of."""
     if name in HARMLESS or name in line.plain:
         return True
+    own = family.sglang.combinations()
     for meaning in [meaning for meaning, sources in SOURCES.items() if name in sources] or [name]:
-        said, plain = getattr(meant, meaning), PLAIN.get(meaning, ())
-        if said is None or (said in plain and (meaning, family) != ("page_size", DENSE_GQA)):
+        said, its_own = getattr(meant, meaning), [item for item in own if meaning in item.reads]
+        if said is None or (said in PLAIN.get(meaning, ()) and not its_own):
             continue
-        readers = (item for item in COMBINATIONS if meaning in item.reads and item.family in (family, DSA))
+        readers = (*its_own, *(item for item in COMBINATIONS if meaning in item.reads))
         if not any(item.asked(meant) for item in readers):
             return False
     return True

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.io.refusal import SHARD_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
@@ -69,11 +70,11 @@ def refusals_of(
     """
     if pattern.is_full and not shard:
         return
-    adapter, arguments = family.sglang, Meaning(arguments)
+    adapter, blocks, arguments = family.sglang, with_blocks(family.sglang), Meaning(arguments)
     yield from environment.refused(variables or {})
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
         yield given, f"{given} can't be combined with a pattern: {reason}"
-    for given, reason in refused_flags(adapter.refused_with_blocks, arguments):
+    for given, reason in () if blocks is None else refused_flags(blocks.refused_with_blocks, arguments):
         if pattern.indexers:
             yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
         elif shard:
@@ -239,9 +240,10 @@ class Preflight(EnginePlan):
             family = checkpoint.family
             self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))
             if self.shard:
-                if family.sglang.sharding is None:
+                blocks = with_blocks(family.sglang)
+                if blocks is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
-                self.require(family.sglang.sharding, SHARD_FLAG)
+                self.require(blocks.sharding, SHARD_FLAG)
             self.require_read(*self._replacing(family))
             self._families[model] = family
             if self._family is None:
@@ -256,11 +258,10 @@ class Preflight(EnginePlan):
 
     def _replacing(self, family: Family) -> tuple[Feature, ...]:
         """Return the features that the pattern needs on this family, and that may replace methods of SGLang."""
-        adapter = family.sglang
+        adapter, blocks = family.sglang, with_blocks(family.sglang)
         found = [] if self.pattern.is_full else [adapter.serving]
         found += adapter.needed(self.pattern)
-        if self.shard and adapter.sharding is not None:
-            found.append(adapter.sharding)
-        if self.pattern.indexers and self.group and adapter.grouping is not None:
-            found.append(adapter.grouping)
+        if blocks is not None:
+            found += [blocks.sharding] if self.shard else []
+            found += [blocks.grouping] if self.pattern.indexers and self.group else []
         return tuple(found)

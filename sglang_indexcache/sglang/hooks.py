@@ -37,7 +37,7 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
         theirs: list[Exception] = []
 
         @functools.wraps(original)
-        def watched(*inner: Any, **named: Any) -> Any:
+        def observed(*inner: Any, **named: Any) -> Any:
             try:
                 return original(*inner, **named)
             except Exception as error:
@@ -45,7 +45,7 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
                 raise
 
         try:
-            return hook(watched, *args, **kwargs)
+            return hook(observed, *args, **kwargs)
         except Exception as error:
             if any(error is other for other in theirs):
                 raise

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.families import FAMILIES, describe, family_of
+from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, PatternFileError
 from sglang_indexcache.model.config_keys import differing
@@ -185,7 +185,7 @@ def test_a_model_type_of_another_model_is_refused() -> None:
         describe({**tiny_dense_config(), "model_type": "granite"}, "tiny")
 
 
-@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.checkpoint.keys])
+@pytest.mark.parametrize("architecture", [name for family in known_families() for name in family.checkpoint.keys])
 def test_every_key_of_transformers_class_is_known_with_its_default(architecture: str) -> None:
     keys = family_of(architecture).checkpoint.keys[architecture]
     blank = AutoConfig.for_model(keys.model_type)

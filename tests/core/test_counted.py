@@ -19,7 +19,7 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import counted
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
-from sglang_indexcache.sglang.attention import Watched, unwatched
+from sglang_indexcache.sglang.attention import Observed, unobserved
 
 PATTERN = Pattern("FSSF")
 
@@ -354,18 +354,18 @@ def test_graphs_of_prompts_that_are_replayed_are_counted(capsys: pytest.CaptureF
 
 def test_what_is_watched_goes_back_to_what_stood_there() -> None:
     indexer, calls = Indexer(), list[Any]()
-    watched = [Watched(indexer, "_get_topk_ragged", lambda *args: calls.append(args)) for _ in range(2)]
+    observed = [Observed(indexer, "_get_topk_ragged", lambda *args: calls.append(args)) for _ in range(2)]
     assert indexer._get_topk_ragged(False, None) == "selected" and len(calls) == 2
-    assert unwatched(vars(indexer)["_get_topk_ragged"]) is None
-    watched[1].remove()
-    watched[0].remove()
+    assert unobserved(vars(indexer)["_get_topk_ragged"]) is None
+    observed[1].remove()
+    observed[0].remove()
     assert "_get_topk_ragged" not in vars(indexer)
     placed = vars(indexer)["_get_topk_ragged"] = lambda *args: "placed"
-    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
-    assert indexer._get_topk_ragged(False, None) == "placed" and unwatched(indexer._get_topk_ragged) is placed
+    found = Observed(indexer, "_get_topk_ragged", lambda *args: None)
+    assert indexer._get_topk_ragged(False, None) == "placed" and unobserved(indexer._get_topk_ragged) is placed
     found.remove()
     assert indexer._get_topk_ragged is placed
-    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
+    found = Observed(indexer, "_get_topk_ragged", lambda *args: None)
     vars(indexer)["_get_topk_ragged"] = print  # somebody else's, who came later
     found.remove()
     assert vars(indexer)["_get_topk_ragged"] is print

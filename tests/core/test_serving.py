@@ -23,13 +23,14 @@ from sglang_indexcache import Pattern, __version__, launch_server, plugin, servi
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.errors import ModelConfigError, ProofError
-from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
+from sglang_indexcache.launch_server import check_plugin_is_found
 from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked, LaunchError, split_arguments
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import tiny_config
@@ -114,22 +115,26 @@ def test_the_entry_point_is_declared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--tp", "8"], (None, False, False, ("--tp", "8"))),
-        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ("a@1/4", False, False, ("--tp", "8"))),
-        (["--tp=8", "--indexcache-pattern=a"], ("a", False, False, ("--tp=8",))),
-        (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, False, ())),
-        (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
-        (["--indexcache-shard-indexers", "--tp", "8"], (None, False, False, ("--tp", "8"), True)),
-        (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ("a", False, False, (), True)),
-        (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ("a", False, False, (), False, True)),
+        (["--tp", "8"], ({}, ("--tp", "8"))),
+        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ({"pattern": "a@1/4"}, ("--tp", "8"))),
+        (["--tp=8", "--indexcache-pattern=a"], ({"pattern": "a"}, ("--tp=8",))),
+        (
+            ["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"],
+            ({"pattern": "a", "allow_mismatch": True}, ()),
+        ),
+        (["--indexcache-calibrate", "--tp", "8"], ({"calibrate": True}, ("--tp", "8"))),
+        (["--indexcache-shard-indexers", "--tp", "8"], ({"shard": True}, ("--tp", "8"))),
+        (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ({"pattern": "a", "shard": True}, ())),
+        (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ({"pattern": "a", "ungrouped": True}, ())),
         (
             ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
-            ("a", False, False, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
+            ({"pattern": "a"}, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
         ),
     ],
 )
 def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
-    assert split_arguments(arguments) == Arguments(*expected)
+    asked, rest = split_arguments(arguments)
+    assert (asked, rest) == (Asked(**expected[0]), expected[1])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,7 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     [
         (loaded("FSFFSS"), "letter 2 would run as F, the pattern says S"),
         (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
-        (loaded("FSSFSSS"), "has a DSA layer 6, the pattern has 6 letters"),
+        (loaded("FSSFSSS"), "has 7 layers or more that choose, the pattern has 6 letters"),
         (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
         (nn.Linear(2, 2), "no attention module that can choose"),
     ],
@@ -273,15 +278,18 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
 
 def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
-    stages = [RankReport(mine, (0, 1, 2), None), RankReport(mine, (3, 4, 5), None)]
+    stages = [RankReport(fingerprint=mine, layers=layers) for layers in ((0, 1, 2), (3, 4, 5))]
     assert disagreement(PATTERN, stages) is None
     assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
-    line = disagreement(PATTERN, [stages[0], RankReport(other, (3, 4, 5), None)])
+    line = disagreement(PATTERN, [stages[0], RankReport(fingerprint=other, layers=(3, 4, 5))])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
         "expected the same file on every node"
     )
-    assert disagreement(PATTERN, [stages[0], RankReport(mine, (3, 4, 5), "bad")]) == "rank 1: bad"
+    assert (
+        disagreement(PATTERN, [stages[0], RankReport(fingerprint=mine, layers=(3, 4, 5), problem="bad")])
+        == "rank 1: bad"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "soon"])

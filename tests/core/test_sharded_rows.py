@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from threading import Barrier
@@ -147,8 +148,9 @@ def test_what_can_not_share_out_rows() -> None:
 def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
     """They would wait for each other; the status says how many layers do."""
     pattern = Pattern("FS")
-    one, other = (RankReport(pattern.fingerprint, (0, 1), None, "FS", (), {0: 2}, shard) for shard in (True, False))
-    without_f = RankReport(pattern.fingerprint, (1,), None, "-S", (), {}, True)  # a pipeline stage
+    one = RankReport(fingerprint=pattern.fingerprint, layers=(0, 1), roles="FS", shared_rows={0: 2}, shard=True)
+    other = replace(one, shard=False)
+    without_f = replace(one, layers=(1,), roles="-S", shared_rows={})  # a pipeline stage
     assert disagreement(pattern, [one, one]) is None and disagreement(pattern, [one, without_f]) is None
     assert "rank 1 and rank 0 don't both share out indexers" in str(disagreement(pattern, [one, other]))
     holder = ProofHolder()

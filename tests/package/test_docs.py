@@ -15,12 +15,12 @@ from typing import get_args
 import pytest
 import yaml
 
+from indexcache_dense.reuse import POLICIES
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import STRATEGIES
 from scripts.tools import pictures, site
 from sglang_indexcache import __version__
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.reuse import POLICIES
 from sglang_indexcache.sglang.options import parser_of, versions
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pydantic.alias_generators import to_camel
 
 from scripts.tools.probe_wheels import VERSIONS
 from sglang_indexcache import __version__
-from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.sglang.asked import split_arguments
 from tests.manifests import DEPLOY, FOLDERS, IN_CONTAINER, containers, pod_template, rendered, written
 
 KUBERNETES = "1.37.0"
@@ -155,7 +155,7 @@ def test_a_model_has_time_to_load_and_a_refusal_is_shown(folder: str) -> None:
         [container] = template["spec"]["containers"]
         assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
         if "--model-path=zai-org/GLM-5-FP8" in container["args"]:
-            assert split_arguments(container["args"]).pattern == f"{IN_CONTAINER}@1/4"
+            assert split_arguments(container["args"])[0].pattern == f"{IN_CONTAINER}@1/4"
             probe = container["startupProbe"]
             seconds = probe["periodSeconds"] * probe["failureThreshold"]
             assert seconds >= 3600 and container["resources"]["limits"]["nvidia.com/gpu"] == 8

@@ -44,11 +44,6 @@ def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int
     return sum(values), sum(value * value for value in values), len(values)
 
 
-def missed(layer: int, row: int, size: int) -> int:
-    """Made up, and no more than 4 steps select."""
-    return made_up(layer, row, size) % (4 * MODEL.index_topk + 1)
-
-
 def scored(value: float = -1.0, shift: int = 0, last: int | None = None) -> dict[str, Any]:
     """An answer to the first sequence."""
     tokens = [int(token) + shift for token in DATA.tokens[0, 8:last]]
@@ -75,11 +70,10 @@ class Stub:
     def __init__(self, ranks: int = 1) -> None:
         self.requests, self.lock, self.passed = 0, threading.Lock(), 0.0
         self.restart(ranks)
-        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap", "misses"]
+        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap"]
         self.weights_sha256 = "1" * 64
         self.found: dict[str, str] = {}
         self.positions: list[int] = []
-        self.range, self.recorded = (0, 0), list[int]()
         self.sampled = 0
         self.asked: list[tuple[str, str | None]] = []
         self.timed: list[tuple[int | None, str, Any]] = []
@@ -172,12 +166,6 @@ class Stub:
                 self.positions, self.sampled = body["positions"], 0
             case "overlap":
                 return {"overlap": np.eye(LAYERS).tolist(), "queries": self.sampled * len(self.positions)}
-            case "record":
-                self.range, self.recorded = (body["first"], body["tokens"]), []
-            case "misses":
-                full = [layer for layer, role in enumerate(self.patterns[rank]) if role == "F"]
-                [row] = self.recorded
-                return {"misses": {str(layer): [missed(layer, row, size) for size in body["sizes"]] for layer in full}}
         return {}
 
     def generate(self, body: Any) -> Any:
@@ -190,9 +178,6 @@ class Stub:
                     self.kept[rank].add(measured.sequence)
             elif measured.what == "overlap":
                 self.sampled += 1
-            elif measured.what == "misses":
-                assert self.range == (DATA.seq_len - 4, len(body["input_ids"][0]))
-                self.recorded.append(measured.sequence)
             elif measured.sequence in self.kept[rank] and measured.data == protocol.tag(self.data[rank]):
                 self.found[rid] = self.patterns[rank]
         return [{"meta_info": self.scores(self.patterns[rank], tokens, start)} for tokens in body["input_ids"]]

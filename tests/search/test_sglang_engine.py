@@ -30,7 +30,6 @@ from tests.search.calibration_stub import (
     divergence,
     engine,
     expected,
-    missed,
     scored,
 )
 
@@ -107,29 +106,6 @@ def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
     stubs[1].fail = lambda path: (0, None)
     with pytest.raises(SearchError, match="no server came back"):
         live.matrix("overlap", DATA, 5)
-
-
-def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
-    """Of one sequence after the other, with the pattern asked for; of another server where one is lost."""
-    live, pattern = engine(*stubs, patience=0.5), PATTERNS[1]
-    for row in (1, 0):
-        found = live.misses(pattern, DATA, row, 4, [8, 16])
-        assert found == {layer: [missed(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
-    stubs[0].fail = lambda path: (0, None)
-    assert sorted(live.misses(pattern, DATA, 1, 4, [8])) == list(pattern.full_layers)
-
-    def wrong(path: str) -> tuple[int, Any] | None:
-        answer = {"dp_rank": 0, **stubs[1].status(0), "misses": {"0": [1, 2]}}
-        return (200, {"ranks": [answer]}) if path.endswith("/misses") else None
-
-    stubs[1].fail = wrong
-    with pytest.raises(SearchError, match="counted layers"):
-        live.misses(pattern, DATA, 1, 4, [8])
-    live.close()
-    other = engine(stubs[1])
-    other._answers = frozenset()
-    with pytest.raises(SearchError, match="does not record what is selected"):
-        other.misses(pattern, DATA, 0, 4, [8])
 
 
 def lines_of(*patterns: Pattern) -> list[Variant]:

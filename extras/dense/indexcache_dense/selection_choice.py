@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from indexcache_dense.reuse import NO_MEMORY, ReusePolicy
+from indexcache_dense.selection import COMPRESSED_KEYS, DEFAULT, JOINT, ROUNDED_KEYS, Heads, Score, Selection
 from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.errors import SearchError
-from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, JOINT, ROUNDED_KEYS, Heads, Score, Selection
 
 MOST = 64  # selections of one comparison at most; each is evaluated
 NOSAS = Selection(page_tokens=64, pages=64, recent_pages=16, sink_pages=1, score=COMPRESSED_KEYS)
@@ -77,20 +77,3 @@ class SelectionChoice(PagesChoice):
             for pages, steps in itertools.product(self.pages or (default.pages,), self.steps)
         ]
         return tuple(dict.fromkeys(found))
-
-
-def selections_of(choice: SelectionChoice | None) -> tuple[Selection, ...]:
-    """List the selections of an option; none if it is not given."""
-    return () if choice is None else choice.selections()
-
-
-def selection_of(choice: SelectionChoice | None) -> Selection | None:
-    """Return the one selection of an option, or None if it is not given.
-
-    Raises:
-        SearchError: if there are several.
-    """
-    found = selections_of(choice)
-    if len(found) > 1:
-        raise SearchError(f"--selection names {len(found)} selections, expected one")
-    return found[0] if found else None

@@ -17,6 +17,7 @@ import torch
 from indexcache_dense.family import DENSE_GQA
 from indexcache_dense.hf import pages
 from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.selection import DEFAULT, Heads, Selection
 from indexcache_dense.strategies.shift import shift_pattern
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
@@ -29,7 +30,6 @@ from sglang_indexcache.check import main as check
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.io.errors import ModelConfigError, PatternError, SpellingError
-from sglang_indexcache.pattern.selection import DEFAULT, Heads, Selection
 from sglang_indexcache.serving.preflight import refused_flags
 from tests.conftest import (
     LAYERS,
@@ -262,7 +262,7 @@ def test_selections_of_one_engine_are_kept_apart() -> None:
 
 def test_overlap_is_that_of_pages() -> None:
     data, reference = random_tokens(2, 48, first_sparse_position=16), engine()
-    found = reference.topk_overlap(data, 8)
+    found = reference.matrix("overlap", data, 8)
     assert np.allclose(found.diagonal(), 1.0) and np.allclose(found, found.T)
     assert (found >= 1 / PAGES.pages).all() and found.min() < 1.0  # the recent page is everybody's
 

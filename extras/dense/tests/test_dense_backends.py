@@ -21,10 +21,10 @@ from indexcache_dense.family.sglang import CAPTURED, LayerRole
 from indexcache_dense.hf.page_selector import PageSelector, compressed_scores, rounded_scores
 from indexcache_dense.kernels import page_scores
 from indexcache_dense.kernels.page_selection import naive
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 
 FEW = Selection(page_tokens=8, pages=4, recent_pages=1, sink_pages=0, score="token_max")
 ROOM = replace(FEW, pages=32)

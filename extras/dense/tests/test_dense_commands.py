@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_dense.reuse import ReusePolicy
 from indexcache_search.cli.evaluate import app as eval_app
 from indexcache_search.cli.search import app as search_app
 from sglang_indexcache import PatternFile
-from sglang_indexcache.pattern.reuse import ReusePolicy
 from tests.conftest import LAYERS, PAGES
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("no_pictures")]

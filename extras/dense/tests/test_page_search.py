@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from indexcache_dense.strategies.page_bytes import PageBytes
 from indexcache_dense.strategies.page_search import PageSearch
 from indexcache_search.cli.search import app
@@ -23,8 +25,6 @@ from indexcache_search.strategies.base import Goal, Outcome, PageGoal
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.io.errors import PatternFileError
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.search.test_strategies import TableEngine, found_by, judge_of, token_set
 

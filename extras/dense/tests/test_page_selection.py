@@ -11,10 +11,10 @@ from torch import Tensor
 from indexcache_dense.hf.page_selector import PageSelector
 from indexcache_dense.kernels import PageBudget, StepMemory, page_scores, select_pages
 from indexcache_dense.kernels.page_selection import naive
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from indexcache_kernels import KernelInputError
 from indexcache_kernels.backends import Backend
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here

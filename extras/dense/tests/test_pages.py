@@ -18,10 +18,10 @@ from indexcache_dense.hf.page_selector import PageSelector, token_max_scores
 from indexcache_dense.hf.pages import apply_page_roles, attention_in_blocks
 from indexcache_dense.kernels import page_scores, select_pages
 from indexcache_dense.kernels.page_selection import naive
+from indexcache_dense.selection import Selection
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
-from sglang_indexcache.pattern.selection import Selection
 
 LAYERS, LENGTH, PROMPT, VOCAB = 6, 70, 20, 96
 FEW = Selection(page_tokens=4, pages=6, recent_pages=2, sink_pages=0, score="token_max")

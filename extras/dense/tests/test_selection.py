@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from indexcache_dense.selection import DEFAULT, Selection
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern import uniform_pattern
-from sglang_indexcache.pattern.selection import DEFAULT, Selection
 from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import tiny_dense_config

@@ -23,12 +23,12 @@ from indexcache_dense.hf.page_selector import (
     value_norm,
 )
 from indexcache_dense.hf.pages import apply_page_roles, attention_in_blocks
+from indexcache_dense.reuse import NO_MEMORY, ReusePolicy
+from indexcache_dense.selection import Selection
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import family_of
 from sglang_indexcache.io.errors import PatternError, PatternFileError, SpellingError
-from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import tiny_dense_config
 
 LENGTH, PROMPT = 200, 90

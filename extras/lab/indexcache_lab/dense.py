@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from indexcache_dense.selection import Selection
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.pattern.selection import Selection
 
 
 def describe_dense(model: str, selection: Selection | None = None) -> ModelLayers:

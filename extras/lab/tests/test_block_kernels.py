@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.hf.page_selector import compressed_scores
+from indexcache_dense.selection import Selection
 from indexcache_kernels import KernelInputError
 from indexcache_lab.kernels import block_attention, block_scores, compress_keys
-from sglang_indexcache.pattern.selection import Selection
 from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, LARGE, poisoned
 
 __all__ = ["poisoned"]  # a fixture of every test here

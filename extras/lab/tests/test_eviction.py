@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from extras.dense.tests.test_pages import dense_model, logits
 from indexcache_dense.hf.pages import apply_page_roles, attention_in_blocks
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from indexcache_lab.cli import app
 from indexcache_lab.eviction.attention import attend_with_bias
 from indexcache_lab.eviction.heads import FILE, BiasUse, EvictionHeads, attach, attach_saved
@@ -27,8 +29,6 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.checkpoint.checkpoint import weights_digest
 from sglang_indexcache.io.errors import PatternError
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import LAYERS, VOCAB, random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

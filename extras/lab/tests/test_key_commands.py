@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_dense.selection import Selection
 from indexcache_lab.cli import app
 from indexcache_lab.key_delta.attention import chosen_blocks
 from indexcache_lab.key_delta.compare import share_of, window_of
@@ -19,7 +20,6 @@ from indexcache_lab.key_delta.search import STEP, Curves, allocate
 from indexcache_search.errors import SearchError
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
 from tests.conftest import LAYERS, PAGES, VOCAB
 
 

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.reuse import ReusePolicy
 from indexcache_lab.kernels import BlockBuffer, swap_blocks
 from indexcache_lab.offload import bandwidth, cli
 from indexcache_lab.offload.advice import PAGE, CacheBytes, hisparse_config, selecting_layers, stall_ms
@@ -26,7 +27,6 @@ from indexcache_search.evaluation.identity import today
 from indexcache_search.evaluation.journal import Journal
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.pattern.reuse import ReusePolicy
 from tests.conftest import (
     LAYERS,
     PAGES,

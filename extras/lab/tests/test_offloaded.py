@@ -15,6 +15,8 @@ from transformers import DynamicCache
 from extras.dense.tests.test_pages import dense_model
 from extras.lab.tests.test_eviction import heads_for
 from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.reuse import NO_MEMORY, ReusePolicy
+from indexcache_dense.selection import Heads, Selection
 from indexcache_lab.eviction.heads import BiasUse, attach
 from indexcache_lab.kernels import BlockBuffer, swap_blocks
 from indexcache_lab.offload import decoder as offloaded
@@ -23,8 +25,6 @@ from indexcache_lab.offload.lru_buffer import LruBuffer
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
-from sglang_indexcache.pattern.reuse import NO_MEMORY, ReusePolicy
-from sglang_indexcache.pattern.selection import Heads, Selection
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
 LARGE_PAGES = replace(PLAN, page_tokens=32, pages=4, sink_pages=0, buffer_pages=5)

@@ -18,6 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.selection import Selection
 from indexcache_lab.cli import app
 from indexcache_lab.eviction.heads import FILE, attach_saved
 from indexcache_lab.offload.decoder import OffloadedDecoder
@@ -27,7 +28,6 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.pattern.selection import Selection
 from tests.core.test_pattern_file import mutate
 
 LAYERS, HIDDEN, HEADS, GROUPS, DIM, VOCAB, LENGTH = 2, 32, 4, 2, 16, 61, 250

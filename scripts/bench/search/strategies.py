@@ -183,7 +183,7 @@ def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
     loaded = TransformersEngine.load(options.model, options.device)
     for _, calibration, held_out in token_sets(options):
         yield Case(
-            lambda: TransformersEngine(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
+            lambda: type(loaded)(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
             calibration,
             held_out,
         )

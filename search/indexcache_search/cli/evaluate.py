@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from indexcache_dense.selection_choice import selections_of
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
@@ -264,7 +263,7 @@ def evaluate(
                 retentions=options.retentions(retain),
                 uniform=uniform,
                 endpoints=addresses,
-                selections=selections_of(selection),
+                selections=options.selections_of(selection),
             )
             generated = {} if tasks is None else {**vars(tasks)}
             data = ComparisonData(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from indexcache_search.engines.answers import GENERATED, RANKS, Rank, check_divergence, token_logprobs
+from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.timed_request import Burst, send
@@ -65,11 +65,11 @@ class CalibrationServer:
 
     def status(self) -> Rank:
         """Return the server's pattern, fingerprint, versions, supported measurements and model digests."""
-        return self._control(protocol.STATUS)[0]
+        return self.control(protocol.STATUS, Rank)[0]
 
     def lanes(self) -> list[CalibrationServer]:
         """Return a client for each data-parallel rank, each of which can run its own pattern."""
-        ranks = sorted(rank.dp_rank for rank in self._control(protocol.STATUS))
+        ranks = sorted(rank.dp_rank for rank in self.control(protocol.STATUS, Rank))
         if len(ranks) == 1:
             return [self]
         return [CalibrationServer(self.address, rank, self._key, self._lease) for rank in ranks]
@@ -81,8 +81,8 @@ class CalibrationServer:
             ServerLostError: if the server was restarted since.
             SearchError: if somebody else switched it since.
         """
-        ranks = self._control(protocol.STATUS)
-        self._check_undisturbed(ranks)
+        ranks = self.control(protocol.STATUS, Rank)
+        self.check_undisturbed(ranks)
         return ranks[0]
 
     def switch(self, pattern: Pattern) -> None:
@@ -90,7 +90,7 @@ class CalibrationServer:
         deadline, pause = time.monotonic() + BUSY_SECONDS, 0.02
         while True:
             try:
-                ranks = self._control(protocol.SWITCH, pattern=pattern.roles)
+                ranks = self.control(protocol.SWITCH, Rank, pattern=pattern.roles)
                 break
             except ServerBusyError as error:
                 if time.monotonic() > deadline:
@@ -147,7 +147,7 @@ class CalibrationServer:
             data: digest of the data set.
             ranges: for each sequence, the positions whose next token is scored, the last one excluded.
         """
-        ranks = self._control(protocol.BASELINE, data=data, ranges=ranges)
+        ranks = self.control(protocol.BASELINE, Rank, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
         if missing and missing[-1] >= len(ranges):
             raise SearchError(f"{self.url}: lacks sequence {missing[-1]} of {len(ranges)}")
@@ -155,7 +155,7 @@ class CalibrationServer:
 
     def divergences(self, requests: Mapping[str, Sequence[Range]]) -> dict[str, tuple[float, float, int]]:
         """Return sum, sum of squares and count of each request's divergence over ranges of positions."""
-        sums = self._control(protocol.KL, requests=requests)[0].sums
+        sums = self.control(protocol.KL, Rank, requests=requests)[0].sums
         if set(sums) != set(requests):
             raise SearchError(
                 f"{self.url}: gave divergences of {len(sums)} requests, expected those of {len(requests)}"
@@ -169,12 +169,12 @@ class CalibrationServer:
 
     def sample_indices(self, positions: Sequence[int]) -> None:
         """Start sampling the queries at `positions` of requests marked for it."""
-        self._control(protocol.SAMPLE, positions=[int(position) for position in positions])
+        self.control(protocol.SAMPLE, Rank, positions=[int(position) for position in positions])
 
     def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
         """Stop sampling; return the mean overlap of each two of `layers` layers, and the number of sampled queries."""
-        ranks = self._control(protocol.OVERLAP)
-        self._check_undisturbed(ranks)
+        ranks = self.control(protocol.OVERLAP, Rank)
+        self.check_undisturbed(ranks)
         answer = ranks[0]
         if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
             raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
@@ -186,37 +186,24 @@ class CalibrationServer:
             )
         return answer.overlap, answer.queries
 
-    def record_selections(self, first: int, tokens: int) -> None:
-        """Start recording selections from position `first` on, in a marked request of `tokens` tokens."""
-        self._control(protocol.RECORD, first=first, tokens=tokens)
-
-    def misses(self, layers: Sequence[int], sizes: Sequence[int], most: int) -> dict[int, list[int]]:
-        """Stop recording; return the tokens that SGLang's HiSparse would load, by layer and buffer size.
+    def control(self, action: str, kind: type[OneRank], **body: Any) -> list[OneRank]:
+        """Send a control request, such as one of a `calibration.measure.Measure`.
 
         Args:
-            layers: the selecting layers.
-            sizes: buffer sizes in tokens.
-            most: tokens that a layer selects in all steps, an upper bound of misses.
-        """
-        ranks = self._control(protocol.MISSES, sizes=list(sizes))
-        self._check_undisturbed(ranks)
-        found = ranks[0].misses
-        if sorted(found) != sorted(layers) or any(len(counts) != len(sizes) for counts in found.values()):
-            raise SearchError(f"{self.url}: counted layers {sorted(found)}, expected {sorted(layers)}")
-        worst = max((count for counts in found.values() for count in counts), default=0)
-        if worst > most:
-            raise SearchError(f"{self.url}: counted {worst} misses of a layer, which selects {most} tokens in all")
-        return found
+            action: its name.
+            kind: type of a rank's answer.
+            body: arguments of the action.
 
-    def _control(self, action: str, **body: Any) -> list[Rank]:
-        """Send `action`; return the answers of all ranks it addresses."""
+        Returns:
+            The answers of all ranks that it is for.
+        """
         content: dict[str, Any] = {**body, "dp_rank": self.dp_rank}
         if action != protocol.STATUS:
             self.hold()
             content |= {"protocol": protocol.VERSION, "token": self._lease.token}
         seconds = STATUS_SECONDS if action == protocol.STATUS else CONTROL_SECONDS
         try:
-            ranks = self._server.ask(protocol.path(action), content, RANKS, seconds, 16 * _BYTES).ranks
+            ranks = self._server.ask(protocol.path(action), content, ranks_of(kind), seconds, 16 * _BYTES).ranks
         except LeaseEndedError:
             self._lease.lost()
             raise
@@ -228,8 +215,13 @@ class CalibrationServer:
             raise SearchError(f"{self.url}: has no data-parallel rank {self.dp_rank}")
         return meant
 
-    def _check_undisturbed(self, ranks: Sequence[Rank]) -> None:
-        """Compare `ranks` with what this client's last switch left."""
+    def check_undisturbed(self, ranks: Sequence[Rank]) -> None:
+        """Compare answers with what this client's last switch left.
+
+        Raises:
+            ServerLostError: if the server was restarted since.
+            SearchError: if somebody else switched it since.
+        """
         for rank in ranks:
             left = self._switched.get(rank.dp_rank)
             if left is None:

@@ -13,6 +13,7 @@ from indexcache_search.engines.base import Engine
 from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from sglang_indexcache import ModelLayers
+from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import family_of
 
 _MOST_GB = 1e6
@@ -90,7 +91,7 @@ def kind_of(name: str, model: ModelLayers) -> EngineKind:
 
 
 def _extras() -> tuple[EngineKind, ...]:
-    return ()
+    return tuple(extensions("engines", EngineKind).values())
 
 
 def _transformers(model: str, run: RunSettings, around: Surroundings) -> AbstractContextManager[Engine]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class RunSettings:
         batch_size: sequences of a forward, or of a request.
         endpoints: servers in calibration mode; without any, an engine on servers starts one.
         server_arguments: SGLang's own flags for that one.
-        selection: of dense models, what patterns select; by default the paper's.
+        selection: of patterns of a model without indexers; by default the family's.
     """
 
     engine: str = "transformers"
@@ -32,7 +32,7 @@ class RunSettings:
     batch_size: int = 1
     endpoints: tuple[Address, ...] = ()
     server_arguments: tuple[str, ...] = ()
-    selection: Selection | None = None
+    selection: PatternSelection | None = None
 
     @property
     def server_flags(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
 
@@ -56,6 +56,9 @@ class SglangEngine:
         patience: seconds to wait for a lost server; the others go on meanwhile.
         notice: called with one line when a server is lost or back.
 
+    Attributes:
+        answers: names of what the servers measure beside logprobs.
+
     Raises:
         SearchError: if a server does not answer, is not in calibration mode, is another search's, or has another model
             or other versions than the first.
@@ -76,8 +79,8 @@ class SglangEngine:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
-            self.weights_sha256 = first.weights_sha256
-            self._answers, self.measures = frozenset(first.measures), frozenset({OVERLAP} & {*first.measures})
+            self.weights_sha256, self.answers = first.weights_sha256, frozenset(first.measures)
+            self.measures = self.answers & {OVERLAP}
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
             for server in self._servers:
@@ -165,28 +168,6 @@ class SglangEngine:
             return None
         return self.anywhere(lambda lane: self._overlap(lane, data, rows))
 
-    def misses(
-        self, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
-    ) -> dict[int, list[int]]:
-        """Count the tokens that SGLang's HiSparse would load while decoding the last `steps` tokens of a sequence.
-
-        Returns:
-            By selecting layer, the tokens of all steps for each buffer size in `sizes`.
-
-        Raises:
-            SearchError: if the servers can't record selections, or none came back within `patience`.
-        """
-        if MISSES not in self._answers:
-            raise SearchError(f"{self._lanes[0].url}: does not record what is selected; expected another SGLang")
-
-        def count(lane: CalibrationServer) -> dict[int, list[int]]:
-            lane.switch(pattern)
-            lane.record_selections(data.seq_len - steps, data.seq_len)
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row, data.sha256).rid])
-            return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
-
-        return self.anywhere(count)
-
     def time_prompts(self, work: Callable[[Send], Result]) -> Result:
         """See `TimesPrompts.time_prompts`.
 
@@ -208,7 +189,7 @@ class SglangEngine:
         """Run `work` on the first reachable lane.
 
         Raises:
-            SearchError: if no server came back within `patience`.
+            SearchError: if a server refuses, or none came back within `patience`.
         """
         reason = ""
         for lane in self._lanes:

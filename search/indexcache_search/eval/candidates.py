@@ -29,7 +29,7 @@ from indexcache_search.strategies.budget.pricing import column
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import full_layer_count
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.file import split_retention
 from sglang_indexcache.pattern_file.spec import PatternSpec
 
@@ -58,7 +58,7 @@ class Candidates:
     retentions: tuple[Fraction, ...] = ()
     uniform: bool = False
     endpoints: tuple[Address, ...] = ()
-    selections: tuple[Selection, ...] = ()
+    selections: tuple[PatternSelection, ...] = ()
 
     def check(self) -> None:
         """Check that there is something to compare.
@@ -135,7 +135,7 @@ class Candidates:
 def named_lines(
     specs: Sequence[Spec],
     retentions: Sequence[Fraction],
-    selections: Sequence[Selection],
+    selections: Sequence[PatternSelection],
     model: ModelLayers,
 ) -> list[Variant]:
     """List the requested patterns; see `Candidates`.

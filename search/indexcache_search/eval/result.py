@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
@@ -21,6 +22,7 @@ from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.workdir.outputs import WORK
 
 SCHEMA = "indexcache-eval/v1"
 
@@ -102,6 +104,8 @@ def task_tables(result: ComparisonResult, width: int) -> list[Table]:
 
 
 FILES = ("eval.json", "eval.html")
+HARNESS = ("harness.json", "lm-eval.log")
+EVER = "|".join(map(re.escape, (*FILES, *HARNESS, *WORK)))  # what indexcache-eval writes, with or without a harness
 NO_FIGURES: Mapping[str, str] = {}
 
 

@@ -31,7 +31,6 @@ from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.pattern.selection import DEFAULT
 from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
 
 
@@ -47,7 +46,7 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
     candidates.check()
     set_quiet()
     reads = {"--model": [job.model], **candidates.reads(), **job.data.reads()}
-    with outputs(candidates.command, output, output / "work", result.FILES, reads) as out:
+    with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.EVER) as out:
         begun = _begun(job)
         if begun is None:
             return None
@@ -93,7 +92,7 @@ def _begun(job: ComparisonJob) -> _Begun | None:
     """Read the model's configuration, the patterns and the data."""
     candidates, data, speed, console = job.candidates, job.data, job.speed, job.console
     given = candidates.selections[0] if candidates.selections else None
-    specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, candidates.patterns)]
+    specs = [(name, PatternSpec.read(text, given, assume=True)) for name, text in map(split_name, candidates.patterns)]
     description, config = candidates.describe(job.model, specs, data.seq_len), read_config(job.model)
     lines = candidates.lines(specs, description)
     seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)

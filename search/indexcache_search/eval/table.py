@@ -19,7 +19,7 @@ from indexcache_search.results.names import suffix
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant, VariantLosses
 from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 
 
 def tabulated(
@@ -81,7 +81,7 @@ def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
     return [name for number, name in enumerate(data.sources) if not all_counted[data.source_of == number].all()]
 
 
-def _group(row: VariantLosses) -> tuple[Fraction | None, Selection | None]:
+def _group(row: VariantLosses) -> tuple[Fraction | None, PatternSelection | None]:
     """Summarise uniform's phases."""
     return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from indexcache_dense.family import DENSE_GQA
-from indexcache_dense.hf.pages import attention_in_blocks
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.transformers import check_transformers, use_kernels
+from indexcache_kernels.transformers import check_transformers
 from indexcache_search.errors import SearchError
 from sglang_indexcache.families import family_of_modules
 
@@ -82,13 +80,13 @@ def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def on_kernels(model: Any) -> Iterator[None]:
-    """Run `model` on the project's kernels inside the `with` block; a dense model attends in query blocks.
+    """Run `model` on the project's kernels inside the `with` block, as its family does.
 
     Raises:
         SearchError: if the kernels can't run it.
     """
     try:
-        with attention_in_blocks() if family_of_modules(model) is DENSE_GQA else use_kernels(model):
+        with family_of_modules(model).transformers.kernels(model):
             yield
     except KernelInputError as error:
         raise SearchError(f"the kernels can't run this model: {error}; expected --engine attention=naive") from None

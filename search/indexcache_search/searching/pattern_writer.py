@@ -9,13 +9,11 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.base import Engine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.searching.search import Found
-from indexcache_search.strategies.base import PageGoal, TimeGoal
+from indexcache_search.strategies.base import PlanGoal
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.pattern_file.file import (
-    BytesSection,
     CalibrationSection,
     ModelSection,
-    PrefillSection,
     SearchSection,
     TrajectoryStep,
 )
@@ -40,7 +38,7 @@ class FileWriter:
         """Fingerprints by which later comparisons recognise calibration text."""
         return Sketch.of(self._calibration.tokens).encode()
 
-    def file(self, found: Found, default: Pattern, plan: TimeGoal | PageGoal | None = None) -> PatternFile:
+    def file(self, found: Found, default: Pattern, plan: PlanGoal | None = None) -> PatternFile:
         """Return the file of `found`, which serves `default`, found for `plan`, unless a retention is requested."""
         data = self._calibration
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
@@ -66,12 +64,7 @@ class FileWriter:
                 seed=self._seed,
                 blocks=found.strategy.blocks,
                 noise_floor=found.noise_floor,
-                prefill=PrefillSection(share=plan.share, context=plan.prices.context, prices=plan.prices.table)
-                if isinstance(plan, TimeGoal)
-                else None,
-                bytes=BytesSection(share=plan.share, context=plan.bytes.context)
-                if isinstance(plan, PageGoal)
-                else None,
+                **({} if plan is None else plan.section()),
             ),
             calibration=CalibrationSection(
                 sources=data.sources,

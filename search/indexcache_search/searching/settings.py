@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from indexcache_dense.strategies.page_bytes import PageBytes
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies.base import Goal, PageGoal, Strategy, TimeGoal
+from indexcache_search.strategies.base import ExtraBudget, Goal, PlanGoal, Strategy, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import needed_table, priced
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
-from sglang_indexcache.pattern.selection import OWN_SCORES
 
 BLOCKS = (2, 4, 8, 16)  # sizes of blocks that a search tries; 64 is hardly faster than 16
 
@@ -49,31 +47,18 @@ class Budget:
         return prices
 
 
-@dataclass(frozen=True)
-class ByteBudget:
-    """Bytes that a decode step may read of keys and values, relative to layers that are all D.
-
-    Attributes:
-        share: of the bytes.
-        context: tokens in the cache.
-    """
-
-    share: float
-    context: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of a search, before the model is known.
 
     Attributes:
         retain: retentions to search; the first is the pattern file's default, unless there is a plan.
-        strategy: how patterns are found; `BudgetSearch` with `prefill`, `PageSearch` with `bytes`.
+        strategy: how patterns are found; `BudgetSearch` with `prefill`, that of `bytes` with it.
         objective: what is minimised.
         prefill: a time of prompts that a plan with blocks of queries may take.
         queries: sizes of those blocks.
         decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
-        bytes: what decoding steps of a plan with F layers, of a dense model, may read.
+        bytes: what decoding steps of a plan may read, by the option of an extension.
     """
 
     retain: tuple[Fraction, ...]
@@ -82,7 +67,7 @@ class Settings:
     prefill: Budget | None = None
     queries: tuple[int, ...] = BLOCKS
     decode: Budget | None = None
-    bytes: ByteBudget | None = None
+    bytes: ExtraBudget | None = None
 
     def goal(self, model: ModelLayers) -> Goal:
         """Return the goal of the search on `model`, checked before anything expensive.
@@ -95,10 +80,10 @@ class Settings:
         self.strategy.check(goal)
         return goal
 
-    def _plan(self, model: ModelLayers) -> TimeGoal | PageGoal | None:
+    def _plan(self, model: ModelLayers) -> PlanGoal | None:
         """See `Goal.plan`."""
         if self.bytes is not None:
-            return self._pages(model, self.bytes)
+            return self.bytes.goal(model)
         if self.prefill is None:
             return None
         if model.dense:
@@ -112,19 +97,6 @@ class Settings:
             queries=queries,
             most_full=self._most_full(model),
         )
-
-    def _pages(self, model: ModelLayers, budget: ByteBudget) -> PageGoal:
-        """Return the goal of F layers beside D."""
-        selection = model.native.selection
-        if selection is None:
-            raise SearchError("--bytes is about pages of dense models, the model has indexers")
-        if selection.score not in OWN_SCORES:
-            raise SearchError(f"--bytes needs --selection score={' or '.join(OWN_SCORES)}, which F layers select by")
-        if budget.context <= selection.tokens:
-            raise SearchError(
-                f"--bytes is of {budget.context} tokens, expected more than the {selection.tokens} of a selection"
-            )
-        return PageGoal(share=budget.share, bytes=PageBytes(selection=selection, context=budget.context))
 
     def _most_full(self, model: ModelLayers) -> int:
         """Return the most `F` layers with which decoding takes no longer than it may."""

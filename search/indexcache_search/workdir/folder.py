@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,8 +14,9 @@ from typing import Self
 from indexcache_search.errors import FolderError
 from indexcache_search.evaluation.records import may_be_sealed
 from indexcache_search.workdir.lock import locked
-from indexcache_search.workdir.mark import Holds, Mark, digest_of, unmarked
+from indexcache_search.workdir.mark import NEXT, Holds, Mark, digest_of, unmarked
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern_file.result_folder import MARK
 
 
 class OwnFolder:
@@ -28,21 +30,22 @@ class OwnFolder:
         command: the command that writes.
         names: names of the files that it may write.
         option: the option that names the folder.
+        ever: regular expression of the names that it gives in other runs, or gave in earlier versions.
 
     Attributes:
         written: files of this run, in order.
     """
 
-    def __init__(self, path: Path, command: str, names: Sequence[str], option: str) -> None:
+    def __init__(self, path: Path, command: str, names: Sequence[str], option: str, ever: str = "") -> None:
         self.path, self.command, self.written = path, command, list[Path]()
-        self._names, self._option = names, option
+        self._names, self._option, self._ever = names, option, re.compile(ever)
         self._mark = self._empty = Mark(command=command, holds="files", files={})
 
     def check(self) -> None:
         """Check that all names are free or the command's own; create nothing.
 
         Raises:
-            FolderError: if another file or folder is in the way.
+            FolderError: if another file or folder is in the way, or the mark names files that the command never writes.
         """
         try:
             self._check_all()
@@ -53,6 +56,9 @@ class OwnFolder:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise FolderError(f"{self._option} is {self.path}, which is no folder")
         self._mark = checked_mark(self.path, self.command, "files", self._option) or self._empty
+        for name in self._mark.files:
+            if name not in self._names and not self._ever.fullmatch(name):
+                raise FolderError(f"{self.path / MARK}: names {name!r}, which {self.command} never writes; {NEXT}")
         for name in dict.fromkeys([*self._names, *self._mark.files]):
             self._check(name)
 

@@ -20,10 +20,6 @@ from sglang_indexcache.pattern_file.result_folder import MARK
 
 Holds = Literal["files", "model", "work", "events"]
 """`files`: the files it names. `model`: the same, written as a whole. `work`, `events`: files of a training run."""
-_RESULTS = re.compile(
-    r"(pattern|pattern\.partial)\.yaml|(metrics|eval|harness|offload|thresholds-[0-9.e+-]{1,30})\.json|(report|eval|offload)\.html"
-    r"|curves\.svg|README\.md|(log|journal|watch)\.jsonl|(server|lm-eval)\.log"
-)
 _MAX_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -52,8 +48,7 @@ class Mark(BaseModel):
     @model_validator(mode="after")
     def _is_a_mark(self) -> Self:
         for name, digests in self.files.items():
-            known = _RESULTS.fullmatch(name) if self.holds == "files" else self.holds == "model" and _is_below(name)
-            if not known:
+            if self.holds not in ("files", "model") or not _is_below(name) or (self.holds == "files" and "/" in name):
                 raise ValueError(f"names {name!r}, which no command writes there")
             if digests is not None and not all(_DIGEST.fullmatch(digest) for digest in digests):
                 raise ValueError(f"{name}: no sha256")
@@ -79,16 +74,16 @@ class Mark(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
-            raise FolderError(f"{path}: {where and where + ': '}{first['msg']}; {_NEXT}") from None
+            raise FolderError(f"{path}: {where and where + ': '}{first['msg']}; {NEXT}") from None
         except FileError as error:
-            raise FolderError(f"{error}; {_NEXT}") from None
+            raise FolderError(f"{error}; {NEXT}") from None
 
     def write(self, folder: Path) -> None:
         """Write the mark into `folder` atomically."""
         write_atomically(folder / MARK, self.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
-_NEXT = "nothing here is touched without a whole mark; move the folder away, or choose another"
+NEXT = "nothing here is touched without a whole mark; move the folder away, or choose another"
 
 
 def _is_below(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from indexcache_search.workdir.overlap import check_apart
 from indexcache_search.workdir.tree import check_subfolder
 
 PARTIAL, SERVER_LOG = "pattern.partial.yaml", "server.log"
-_WORK = (FILE_NAME, SERVER_LOG, PARTIAL)
+WORK = (FILE_NAME, SERVER_LOG, PARTIAL)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,13 @@ class Outputs:
 
 @contextmanager
 def outputs(
-    command: str, folder: Path, work: Path, names: Sequence[str], reads: Mapping[str, Iterable[str]]
+    command: str,
+    folder: Path,
+    work: Path,
+    names: Sequence[str],
+    reads: Mapping[str, Iterable[str]],
+    *,
+    ever: str = "",
 ) -> Iterator[Outputs]:
     """Hold both folders inside the `with` block.
 
@@ -51,17 +58,20 @@ def outputs(
         work: the journal's folder, which several commands may use in turn.
         names: file names of the results.
         reads: input options and their values, see `check_apart`.
+        ever: see `OwnFolder`.
 
     Raises:
         FolderError: if a file of somebody else is in the way, or another process writes there.
     """
-    own = [*(folder / name for name in names), *(work / name for name in _WORK)]
+    own = [*(folder / name for name in names), *(work / name for name in WORK)]
     check_apart({"--output": folder, "--work-dir": work}, own, reads)
+    ever = "|".join(filter(None, [*map(re.escape, (*names, *WORK)), ever]))  # both may have been one folder before
     if folder.resolve() == work.resolve():
-        with OwnFolder(folder, command, [*names, *_WORK], "--output").held() as both:
+        with OwnFolder(folder, command, [*names, *WORK], "--output", ever).held() as both:
             yield Outputs(both, both)
         return
-    results, journal = OwnFolder(folder, command, names, "--output"), OwnFolder(work, command, _WORK, "--work-dir")
+    results = OwnFolder(folder, command, names, "--output", ever)
+    journal = OwnFolder(work, command, WORK, "--work-dir", ever)
     if work == folder / "work":
         check_subfolder(work, command, "files")
     journal.check()

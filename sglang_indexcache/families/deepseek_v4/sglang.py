@@ -53,6 +53,8 @@ class DeepseekV4Sglang(SglangAdapter):
         "no server with pipeline parallelism",
     )
     begins_every_stage = True
+    prompt_graphs_since = None
+    fp8_on_blackwell = False
     refused_flags: ClassVar[Mapping[str, str]] = {
         "enable_hisparse": _OWN_SWAPS,
         "enable_return_indexer_topk": "S layers have no indices of their own to return",

@@ -38,12 +38,10 @@ class HyV4Checkpoint(DsaCheckpoint):
 
 
 class HyV4Sglang(DsaSglang):
-    """An adapter that serves HY-V4 as DSA, without pipeline stages and blocks."""
+    """An adapter that serves HY-V4 as DSA."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
     rules = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
-    pipeline = None
-    blocks = selection_capture = None  # never compared with a reference there
 
 
 class HyV4Transformers(DsaTransformers):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from indexcache_dense.family.layer_pages import LayerPages, PageTable
 from indexcache_dense.family.sglang import CAPTURED, LayerRole
+from indexcache_dense.selection import Selection
 from indexcache_kernels.backends import Backend
 from sglang_indexcache.io.errors import ProofError
-from sglang_indexcache.pattern.selection import Selection
 
 
 def role_of(layer: Any) -> LayerRole:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from indexcache_dense.family.decoding import keep_read, note_captured, role_of, store_keys
 from indexcache_dense.family.layer_pages import LayerPages, PageTable
+from indexcache_dense.selection import TOKEN_MAX
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.pattern import DENSE, FULL
-from sglang_indexcache.pattern.selection import TOKEN_MAX
 
 
 def make_backend_class(stock: Any) -> Any:

@@ -30,9 +30,9 @@ from indexcache_dense.kernels import (
     update_means,
 )
 from indexcache_dense.kernels.compressed_keys import GROUP
+from indexcache_dense.reuse import NO_MEMORY
+from indexcache_dense.selection import COMPRESSED_KEYS, ROUNDED_KEYS, Selection
 from indexcache_kernels.backends import Backend
-from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, ROUNDED_KEYS, Selection
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from indexcache_dense.family.backends import BACKENDS, make_backend_class
 from indexcache_dense.family.keys import WINDOW_KEYS
+from indexcache_dense.reuse import NO_MEMORY
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
-from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 from sglang_indexcache.sglang.requested import allows_unread
+
+if TYPE_CHECKING:
+    from sglang_indexcache.serving.combinations import Combination
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
@@ -86,6 +89,8 @@ class DenseGqaSglang(SglangAdapter):
     variants: ClassVar[tuple[Feature, ...]] = (KEEPING, *(item.feature for item in BACKENDS))
     proven_after: ClassVar[Need] = LOAD_BACKENDS
     calibrated = False
+    prompt_graphs_since = (0, 5, 14)
+    fp8_on_blackwell = False
     refused_flags: ClassVar[Mapping[str, str]] = {
         "speculative_algorithm": f"{_CHOSEN_IN_DECODING}, and drafts are verified as prompts are read",
         "enable_mixed_chunk": f"{_CHOSEN_IN_DECODING}, and mixed chunks decode as prompts are read",
@@ -103,6 +108,12 @@ class DenseGqaSglang(SglangAdapter):
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
         """See `SglangAdapter.needed`; what selects by each step's own attention needs no more than `serving`."""
         return (*super().needed(pattern), *([KEEPING] if _keeps(pattern) else []))
+
+    def combinations(self) -> tuple[Combination, ...]:
+        """See `SglangAdapter.combinations`."""
+        from indexcache_dense.family.combinations import COMBINATIONS  # it names the family
+
+        return COMBINATIONS
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """See `SglangAdapter.refused_with`: who keeps something of requests must see their prompts."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from indexcache_dense.hf.step_memory import StepMemory, without_memory
 from indexcache_dense.kernels import RoundedKeys
-from sglang_indexcache.pattern.selection import CHUNK, JOINT, STRIDE, Selection
+from indexcache_dense.selection import CHUNK, JOINT, STRIDE, Selection
 
 
 def rows_a_sequence(selection: Selection, key_heads: int) -> int:

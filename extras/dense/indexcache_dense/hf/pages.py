@@ -28,11 +28,11 @@ from indexcache_dense.hf.page_selector import (
     value_norm,
 )
 from indexcache_dense.hf.patch_attention import Attend, AttentionCall, attending
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, TOKEN_MAX, Selection
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, TOKEN_MAX, Selection
 
 ROWS = 256  # queries per block
 

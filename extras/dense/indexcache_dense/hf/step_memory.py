@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_indexcache.pattern.selection import Selection
+from indexcache_dense.selection import Selection
 
 
 def best_pages(scores: Tensor, open_: Tensor, wanted: int) -> Tensor:

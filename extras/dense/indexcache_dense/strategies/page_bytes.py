@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from indexcache_dense.selection import COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, Selection
+from indexcache_search.strategies.base import PlanGoal
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, Selection
+from sglang_indexcache.pattern_file.file import BytesSection
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _ROUNDED = (4 + 32 / 128) / 16  # of a key in bfloat16: 4 bits a dimension, and a range for each 128
 
@@ -55,3 +61,24 @@ class PageBytes:
         elif self.selection.score == ROUNDED_KEYS:
             read *= _ROUNDED
         return read / (self.selection.steps.every or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageGoal(PlanGoal):
+    """A pattern of D, F and S of least loss whose decode steps read at most some bytes, relative to all layers D.
+
+    Attributes:
+        share: of the bytes of keys and values.
+        bytes: what layers read.
+    """
+
+    share: float
+    bytes: PageBytes
+
+    def fits(self, pattern: Pattern) -> bool:
+        """Return whether `pattern` reads at most these bytes."""
+        return self.bytes.share(pattern) <= self.share + 1e-9
+
+    def section(self) -> dict[str, BaseModel]:
+        """See `PlanGoal.section`."""
+        return {"bytes": BytesSection(share=self.share, context=self.bytes.context)}

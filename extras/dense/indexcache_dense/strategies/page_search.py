@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from indexcache_dense.strategies.page_bytes import PageGoal
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import Goal, Outcome, PageGoal, Problem
+from indexcache_search.strategies.base import Goal, Outcome, Problem
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED

@@ -22,6 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from indexcache_dense.family import DENSE_GQA
 from indexcache_dense.hf.page_selector import PageSelector, compressed_scores, rounded_scores, token_max_scores
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from scripts.tools import random_models
 from scripts.tools.dense_reference import decoded, distance, logprobs, reference
 from scripts.tools.inprocess import Served, call, generate
@@ -30,8 +32,6 @@ from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
 from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE
 from tests.live.server import Server, command, ended, running

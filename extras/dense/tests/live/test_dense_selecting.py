@@ -20,6 +20,8 @@ from torch import Tensor
 
 from extras.dense.tests.live.test_dense import by_rank
 from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import COMPRESSED_KEYS, ROUNDED_KEYS, Score, Selection
 from scripts.tools import random_models
 from scripts.tools.dense_reference import logprobs, reference
 from scripts.tools.inprocess import Served, call
@@ -27,8 +29,6 @@ from scripts.tools.pattern_files import write_pattern
 from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, ROUNDED_KEYS, Score, Selection
 from tests.live.reference import TOLERANCE
 from tests.live.server import REQUEST_TIMEOUT, Server, running
 from tests.live.test_server import metric, states

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from indexcache_dense.selection_choice import NOSAS, PagesChoice, SelectionChoice, selection_of
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection_choice import NOSAS, PagesChoice, SelectionChoice
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TRAINING_SEQUENCES
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
@@ -14,7 +15,6 @@ from indexcache_search.console import errors_in_one_line, messages, results, ser
 from indexcache_train import cli as distill
 from sglang_indexcache import process
 from sglang_indexcache.pattern import FULL
-from sglang_indexcache.pattern.reuse import ReusePolicy
 from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec
 
 COMMAND = "indexcache-lab eviction"
@@ -98,7 +98,9 @@ def eviction(
     with errors_in_one_line(console, COMMAND):
         head, beside, runs = heads or HeadsChoice(), body or BodyChoice(), engine or distill.TrainingEngineChoice()
         nosa = ReusePolicy(policy="nosa", query_pages=head.query_pages, importance="heads")
-        chosen = selection_of(SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score, steps=(nosa,)))
+        chosen = options.selection_of(
+            SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score, steps=(nosa,))
+        )
         from indexcache_lab.dense import describe_dense
         from indexcache_lab.eviction.run import run, terminal_table
         from indexcache_lab.eviction.task import EvictionSettings

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from indexcache_dense.reuse import NO_MEMORY
 from indexcache_lab.eviction.heads import FILE, EvictionHeads, attach
 from indexcache_lab.eviction.task import STAGE, EvictionSettings, EvictionTask
 from indexcache_search.errors import SearchError
@@ -25,7 +26,6 @@ from indexcache_train.training.sets import TrainingData
 from indexcache_train.training.settings import Folders
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.naming import naming
-from sglang_indexcache.pattern.reuse import NO_MEMORY
 
 
 def run(

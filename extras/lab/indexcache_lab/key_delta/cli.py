@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from indexcache_dense.selection_choice import selections_of
 from indexcache_lab.key_delta.plan import LONG
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, TOKENS, Bounds
@@ -133,7 +132,7 @@ def evaluate(
             rivals=rivals,
             patterns=tuple(pattern or ()),
             retentions=options.retentions(retain),
-            selections=selections_of(selection),
+            selections=options.selections_of(selection),
         )
         data = ComparisonData(
             sources=tuple(evaluation),

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
+from indexcache_dense.hf.engine import PageEngine
+from indexcache_dense.selection import CHUNK, COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE
 from indexcache_kernels.patching import replaced
 from indexcache_lab.dense import key_heads
 from indexcache_lab.key_delta.attention import apply_key_plan
 from indexcache_lab.key_delta.plan import METHODS, KeyPlan, Stage
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.prefix import PrefixCache
-from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
@@ -31,10 +32,9 @@ from indexcache_search.hf.cache_argument import cache_argument
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import CHUNK, COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE
 
 
-class KeyEngine(TransformersEngine):
+class KeyEngine(PageEngine):
     """An engine that evaluates plans for keys, and patterns as usual.
 
     A plan runs once on a sequence, for loss, divergence and costs, and from the first layer that it changes. So

@@ -43,6 +43,7 @@ from sglang_indexcache.command_line import error_context
 from sglang_indexcache.pattern_file.file import ModelSection
 
 COMMAND = "indexcache-lab key-delta search"
+EVER = r"thresholds-[0-9.e+-]{1,30}\.json"
 
 
 def shares_of(text: str) -> tuple[float, ...]:
@@ -94,7 +95,7 @@ def run(
     names = [*map(_file_name, shares), *result.FILES]
     reads = {"--model": [model], "--calibration": data.calibration, "--evaluation": data.evaluation}
     with ExitStack() as stack:
-        out = stack.enter_context(outputs(COMMAND, files.folder, files.work_dir, names, reads))
+        out = stack.enter_context(outputs(COMMAND, files.folder, files.work_dir, names, reads, ever=EVER))
         description, reader, calibration, held_out = _load_data(model, data)
         nothing = KeyPlan(method="key_delta", values=(0.0,) * description.num_layers, **near)
         for note in reader.notes:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, ROUNDED_KEYS, STRIDE, Selection
 from indexcache_lab.dense import key_heads
 from indexcache_lab.offload.server import KvDtype, Server
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT, ROUNDED_KEYS, STRIDE, Selection
 
 PAGE = 64  # slots that HiSparse keeps beside a buffer, for the newest token
 QUANTISED = 128  # values that share a scale of 4 bytes

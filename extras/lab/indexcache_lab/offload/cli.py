@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from indexcache_dense.selection_choice import selections_of
 from indexcache_lab.offload.server import Server
 from indexcache_search import demo
 from indexcache_search.cli import options
@@ -134,7 +133,7 @@ def offload(
         )
         asked = PlanRequest(
             patterns=tuple(pattern or ([f"{demo.PATTERNS[0]}@1/4"] if is_demo else [])),
-            selections=selections_of(selection),
+            selections=options.selections_of(selection),
             data=ComparisonData(
                 sources=tuple(evaluation or demo.EVALUATION),
                 seq_len=seq_len or (512 if is_demo else None),

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_dense.selection import Selection
 from indexcache_lab.offload.advice import selecting_layers
+from indexcache_lab.offload.counted import misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses, page_misses
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation.journal import Journal
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
 
 
 def count_misses(
@@ -51,7 +52,7 @@ def count_misses(
         known = journal.matrix(name)
         if known is None:
             if isinstance(engine, SglangEngine):  # the server counts, since selections are large
-                found = engine.misses(pattern, data, row, steps, sizes)
+                found = misses_on(engine, pattern, data, row, steps=steps, sizes=sizes)
             else:
                 selected = engine.selections(pattern, data, row, steps)
                 found = {

@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from indexcache_dense.hf.page_selector import rows_a_sequence
 from indexcache_dense.hf.pages import ROWS, apply_page_roles, check_layers, trained_importance
 from indexcache_dense.hf.patch_attention import AttentionCall, attending
+from indexcache_dense.reuse import NO_MEMORY
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT
 from indexcache_lab.dense import key_heads
 from indexcache_lab.kernels import BlockBuffer, block_attention
 from indexcache_lab.offload.advice import selecting_layers
@@ -26,8 +28,6 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
-from sglang_indexcache.pattern.reuse import NO_MEMORY
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, JOINT
 
 READ_AT_ONCE = 4096  # tokens of a prompt
 Prefill = Literal["dense", "sparse"]

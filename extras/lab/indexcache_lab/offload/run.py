@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 import sglang_indexcache
+from indexcache_dense.selection import Selection
 from indexcache_lab.eviction.heads import attach_saved
 from indexcache_lab.offload import result
 from indexcache_lab.offload.advice import (
@@ -53,7 +54,6 @@ from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.families import family_of
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import DENSE, FULL
-from sglang_indexcache.pattern.selection import DEFAULT, Selection
 from sglang_indexcache.pattern_file.file import ModelSection
 from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
 
@@ -123,7 +123,7 @@ def _run(
 ) -> tuple[OffloadResult, PatternFile | None]:
     """Return all counts, and the pattern file of the best plan; `stack` gives servers back."""
     given = asked.selections[0] if asked.selections else None
-    specs = [(name, PatternSpec.read(text, given, DEFAULT)) for name, text in map(split_name, asked.patterns)]
+    specs = [(name, PatternSpec.read(text, given, assume=True)) for name, text in map(split_name, asked.patterns)]
     fewest = min(asked.selections, key=lambda item: item.tokens, default=None)
     description, config = describe_model(model, fewest), read_config(model)
     family = family_of(description.architecture).name

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_indexcache.calibration.measure import UNMEASURED, Action, Measure
 from sglang_indexcache.calibration.passes import Capturer, parts, register
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.calibration.protocol import MISSES
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.dsa.needs import TRANSFORM
+from sglang_indexcache.sglang.probes import SAMPLING, Feature, Need
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,19 +18,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Selections(Capturer):
+RECORD, MISSES = "record", "misses"
+_BACKEND = Need("srt.model_executor.forward_context", "get_attn_backend")
+_INDEXER_METADATA = Need(
+    "srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend.get_indexer_metadata", ("layer_id", "forward_batch")
+)
+_OFFSETS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.topk_indices_offset")
+_SLOTS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_table_1")
+CAPTURE = Feature(
+    "misses",
+    "what queries of DSA models select, counted on a calibration server",
+    (*SAMPLING.needs, _BACKEND, _INDEXER_METADATA, TRANSFORM, _OFFSETS, _SLOTS),
+    "no indexcache-offload --endpoint",
+)
+
+
+class Selections(Capturer, Measure):
     """A recorder of selections of one request after the other; registered with SGLang only while it records.
 
     In a causal pass every query selects from the tokens before it, so the last queries of a prompt select what decoding
     their tokens would. The selections stay here, and only counts leave, since they are large: queries x layers x top-k
     x 4 bytes of host memory (82 MB for 128 queries of 78 layers with 2048).
-
-    Args:
-        calibration: knows the model's family once it is loaded.
     """
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration
+    name, feature = MISSES, CAPTURE
+    refusal = f"selections are not recorded of this model, {UNMEASURED}"
+
+    def __init__(self) -> None:
         self._start(0, 0, "")
 
     def _start(self, first: int, tokens: int, roles: str) -> None:
@@ -37,6 +54,25 @@ class Selections(Capturer):
         self._requests: Tensor | None = None
         self._found: dict[int, list[NDArray[np.int32]]] = {}
         self._rids: set[str] = set()
+
+    def fits(self, calibration: Calibration) -> bool:
+        """See `Measure.fits`; positions were compared with transformers' on DSA models alone."""
+        return calibration.family is DSA
+
+    def actions(self) -> dict[str, Action]:
+        """See `Measure.actions`."""
+        return {RECORD: self._record, MISSES: self._end}
+
+    def _record(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        first, tokens = (number if type(number) is int else 0 for number in (body.get("first"), body.get("tokens")))
+        self.begin(first, tokens, calibration.family.sglang.configured(runner))
+        return {}
+
+    def _end(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = body.get("sizes")
+        if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            raise CalibrationError("sizes is missing, expected a list of tokens")
+        return self.end(sizes)
 
     def begin(self, first: int, tokens: int, roles: str) -> None:
         """Record what queries select from position `first` on, of a request of `tokens` whose id says `misses`.
@@ -108,6 +144,11 @@ class Selections(Capturer):
         if self._rows is None or self._roles[layer_id] != "F":
             return
         assert self._requests is not None
+        from sglang.srt.model_executor.forward_context import get_attn_backend
+
+        from indexcache_lab.offload.positions import positions_of
+
         chosen = topk_indices[self._rows]
-        positions = self._calibration.family.sglang.positions(self._batch, layer_id, chosen, self._rows, self._requests)
+        metadata = get_attn_backend().get_indexer_metadata(layer_id, self._batch)
+        positions = positions_of(metadata, chosen, self._rows, self._requests)
         self._found.setdefault(layer_id, []).append(positions.cpu().numpy())

@@ -8,8 +8,8 @@ from torch import Tensor
 from indexcache_dense.hf.page_selector import importance, rows_a_sequence
 from indexcache_dense.hf.pages import Importance, token_importance
 from indexcache_dense.hf.step_memory import StepMemory
+from indexcache_dense.selection import CHUNK, STRIDE, Selection
 from indexcache_lab.kernels import block_scores, compress_keys
-from sglang_indexcache.pattern.selection import CHUNK, STRIDE, Selection
 
 
 class StepSelector:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import BY_KEY_HEAD, CHUNK, COMPRESSED_KEYS, STRIDE, Selection
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import PatternError
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import BY_KEY_HEAD, CHUNK, COMPRESSED_KEYS, STRIDE, Selection
 
 NOSA, MINICPM = "SparseLlamaForCausalLM", "MiniCPMForCausalLM"
 _MODEL_TYPES = {NOSA: "llama", MINICPM: "minicpm"}

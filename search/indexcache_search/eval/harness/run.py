@@ -18,6 +18,7 @@ from indexcache_search.eval.harness import lm_eval
 from indexcache_search.eval.harness.lm_eval import Harness
 from indexcache_search.eval.harness.paired import ALPHA, Change, change, fewest_documents, p_of_falls, worse_by
 from indexcache_search.eval.harness.samples import Samples, Score, lower_is_better, paired, read_samples
+from indexcache_search.eval.result import EVER, HARNESS
 from indexcache_search.eval.speed.servers import own, room
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.workdir.folder import OwnFolder
@@ -25,7 +26,7 @@ from indexcache_search.workdir.overlap import check_apart
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.fields import Finite
 
-FILE, LOG = "harness.json", "lm-eval.log"
+FILE, LOG = HARNESS
 SCHEMA = "indexcache-eval/harness/v1"
 
 
@@ -121,7 +122,7 @@ def run(
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
     space = min(room(own(address), "--harness") for address in addresses)
     with (
-        OwnFolder(output, "indexcache-eval", [FILE, LOG], "--output").held() as folder,
+        OwnFolder(output, "indexcache-eval", HARNESS, "--output", EVER).held() as folder,
         tempfile.TemporaryDirectory(prefix="indexcache-harness-") as scratch,
     ):
         log = folder.growing(LOG)

@@ -15,7 +15,7 @@ from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.refusal import SHARD_FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.sglang.attention import unwatched
+from sglang_indexcache.sglang.attention import unobserved
 
 Modules = Iterable[tuple[int, Any]]
 
@@ -99,7 +99,7 @@ def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:
     for layer, module in modules:
         indexer = getattr(module, "indexer", None)
         own = {} if indexer is None else vars(indexer)
-        found = {name: unwatched(own.get(name)) for name in (PREFILL, DECODING)}
+        found = {name: unobserved(own.get(name)) for name in (PREFILL, DECODING)}
         patches = {name: patch for name, patch in found.items() if patch is not None}
         selection = patches.get(PREFILL)
         if isinstance(selection, PrefillSelection) and len(patches) == 1:

@@ -141,7 +141,7 @@ class PrefillSelection:
             return prefill.all()
         part = self.shards.part(prefill.count, prefill.queries.device, prefill.kept)
         if _PART not in prefill.kept:
-            prefill.kept[_PART] = Rows.take(prefill.metadata, part.own, prefill.requests()[part.own])
+            prefill.kept[_PART] = Rows(prefill.metadata, part.own, prefill.requests()[part.own])
         rows = prefill.kept[_PART].over(prefill.metadata)
         chosen = prefill.select(take(prefill.queries, part.own), prefill.gates[part.own], rows)
         result = prefill.result(self.indexer.index_topk)
@@ -152,36 +152,25 @@ class PrefillSelection:
 class Rows:
     """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's.
 
-    Attributes:
+    Args:
         metadata: the full metadata.
+        rows: numbers of the rows.
+        requests: number of each row's request.
+
+    Attributes:
         starts: the first key that each row may select, among those of all requests.
         ends: the key after the last one.
         lengths: number of tokens that each row may select.
-        requests: number of each row's request.
         offsets: what SGLang adds to the positions of each row; `None` where it reads a page table.
     """
 
-    def __init__(
-        self, metadata: Any, starts: Tensor, ends: Tensor, lengths: Tensor, requests: Tensor, *, offsets: Tensor | None
-    ) -> None:
-        self.metadata, self.starts, self.ends, self.lengths = metadata, starts, ends, lengths
-        self.requests, self.offsets = requests, offsets
-        self.attn_metadata = SimpleNamespace(topk_indices_offset=offsets)
-
-    @classmethod
-    def take(cls, metadata: Any, rows: Tensor, requests: Tensor) -> Self:
-        """Return the metadata of the rows with the numbers `rows`, of these requests."""
-        starts, ends = metadata.get_indexer_kvcache_range()
+    def __init__(self, metadata: Any, rows: Tensor, requests: Tensor) -> None:
         offsets = metadata.attn_metadata.topk_indices_offset
-        lengths = metadata.get_seqlens_expanded()
-        return cls(
-            metadata,
-            starts[rows],
-            ends[rows],
-            lengths[rows],
-            requests,
-            offsets=None if offsets is None else offsets[rows],
-        )
+        self.metadata, self.requests = metadata, requests
+        self.starts, self.ends = (keys[rows] for keys in metadata.get_indexer_kvcache_range())
+        self.lengths: Tensor = metadata.get_seqlens_expanded()[rows]
+        self.offsets: Tensor | None = None if offsets is None else offsets[rows]
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=self.offsets)
 
     def over(self, metadata: Any) -> Self:
         """Return the same rows over the metadata of another layer of the pass."""

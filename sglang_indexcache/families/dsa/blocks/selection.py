@@ -98,7 +98,7 @@ class BlockPlan:
     def rows(self, metadata: Any) -> _BlockRows:
         """Return the metadata of these rows; the first layer of the pass makes its tensors."""
         if self._rows is None:
-            self._rows = _BlockRows.take(metadata, self.first.long(), self.requests)
+            self._rows = _BlockRows(metadata, self.first.long(), self.requests)
             self._rows.select_in(self)
         return self._rows.over(metadata)
 
@@ -123,7 +123,7 @@ class WholePlan(BlockPlan):
         queries: number of queries of a block, Q.
         blocks: number of blocks, B.
         count: number of queries of the pass.
-        begin: the first query of the first block, if all blocks stand together; else `None`.
+        begin: the first query of the first block, if all blocks are contiguous; else `None`.
     """
 
     queries: int = 0

@@ -154,9 +154,9 @@ def in_launch_line(
     line: LaunchLine,
     pattern: Pattern,
     family: Family,
+    *,
     file: PatternFile | None = None,
     model: str | None = None,
-    *,
     unpacked: Path | None = None,
 ) -> tuple[list[str], list[str]]:
     """Judge the override of a launch line beside a pattern.
