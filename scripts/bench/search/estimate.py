@@ -22,7 +22,7 @@ from indexcache_search import demo
 from indexcache_search.evaluation.journal import Journal, recorded
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.searching import estimate
+from indexcache_search.searching import forecast
 from indexcache_search.searching.begin import Begun, token_sets
 from indexcache_search.searching.job import SearchData
 from indexcache_search.searching.settings import Settings
@@ -58,7 +58,7 @@ def main() -> None:
     ) -> Iterator[Evaluation]:
         """End the beginning; then time the pattern that shares wherever it can, as the whole journal says."""
         if patterns != [model.native.keeping([0])]:
-            raise estimate._Enough
+            raise forecast._Enough
         count = len(rows)
         item = Evaluation(
             pattern=patterns[0],
@@ -89,11 +89,11 @@ def main() -> None:
             if record.get("set") == "calibration" and spent < seconds:
                 kept.append(line)
                 spent += record["seconds"]
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(estimate, "identity", lambda *given: names):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(forecast, "identity", lambda *given: names):
             (Path(folder) / journal.name).write_text("\n".join(kept) + "\n")
             with Journal(Path(folder), names, {}) as kept_journal:
                 begun = Begun(settings, settings.goal(model), engine, calibration, held_out, kept_journal)
-                found = estimate.estimated(begun, seconds=0.0)
+                found = forecast.forecast_of(begun, seconds=0.0)
         print(
             f"| {spent:.1f} s | {found.search:.1f} s | {took['calibration']:.1f} s | {found.held_out:.1f} s"
             f" | {took['held-out']:.1f} s |"

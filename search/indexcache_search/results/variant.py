@@ -20,7 +20,7 @@ NAMED: Kind = "named"
 PHASE: Kind = "phase"
 MEAN: Kind = "mean"
 BEST: Kind = "best"
-IN_TIME, IN_BYTES = ", in time", ", in bytes"  # behind the strategy's name, of a pattern found for `Goal.plan`
+IN_TIME, IN_BYTES = ", in time", ", in bytes"  # behind the strategy's name, of a pattern found for `Goal.budget`
 
 
 @dataclass(frozen=True)

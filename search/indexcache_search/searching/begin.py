@@ -116,7 +116,7 @@ def _data(job: SearchJob) -> tuple[ModelLayers, Goal, TokenReader, TokenSet, Tok
     kind_of(job.run.engine, description)  # refuses what it does not run
     goal, data = job.settings.goal(description), job.data
     seq_len = data.seq_len or 4 * description.first_sparse_position
-    if isinstance(goal.plan, TimeGoal) and data.reply is None:
+    if isinstance(goal.budget, TimeGoal) and data.reply is None:
         data = replace(data, reply=default_reply(seq_len))
     return description, goal, *token_sets(job.model, description, data, seq_len)
 

@@ -36,7 +36,7 @@ def run(job: SearchJob) -> SearchResult:
         NonFiniteLossError: if a loss is NaN or infinite.
     """
     with begun(job) as (search, out):
-        budget = search.goal.plan
+        budget = search.goal.budget
         if isinstance(budget, TimeGoal) and (unlike := budget.prices.unlike):
             warn(job.console, f"--prefill: reckoned as {budget.prices.table}, which this model is not: {unlike}")
         with SearchProgress(job.console) as progress:
@@ -73,10 +73,10 @@ class _Run:
         speed = self._speed([line for line in lines if line.kind == BASELINE or line.name == found.strategy.name])
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
-        prices = goal.plan.prices if isinstance(goal.plan, TimeGoal) else column(engine.model, self._progress.warn)
+        prices = goal.budget.prices if isinstance(goal.budget, TimeGoal) else column(engine.model, self._progress.warn)
         return metrics.collect(
             found,
-            file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.plan),
+            file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.budget),
             engine=engine,
             table=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
             matrices=measured,

@@ -45,7 +45,7 @@ _PASSES = 4  # over the sequences of matrices that these take, unless the overla
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Forecast:
     """What a whole search takes; times in seconds.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Timed:
                 raise _Enough
 
 
-def estimate(job: SearchJob, seconds: float = MINUTE) -> Estimate:
+def forecast(job: SearchJob, seconds: float = MINUTE) -> Forecast:
     """Run the first minute of a search, which its journal keeps, and estimate what all of it takes.
 
     Raises:
@@ -128,10 +128,10 @@ def estimate(job: SearchJob, seconds: float = MINUTE) -> Estimate:
     with begun(job) as (search, _), error_context("measuring the first minute"):
         loading = time.time() - psutil.Process().create_time()
         with job.console.status(Text(f"Measuring for {seconds:.0f} seconds")):
-            return estimated(search, loading=loading, model_bytes=size_of(job.model), seconds=seconds)
+            return forecast_of(search, loading=loading, model_bytes=size_of(job.model), seconds=seconds)
 
 
-def estimated(begun: Begun, *, loading: float = 0.0, model_bytes: int = 0, seconds: float = MINUTE) -> Estimate:
+def forecast_of(begun: Begun, *, loading: float = 0.0, model_bytes: int = 0, seconds: float = MINUTE) -> Forecast:
     """Run a search for some `seconds`, and estimate the whole.
 
     Args:
@@ -169,7 +169,7 @@ def estimated(begun: Begun, *, loading: float = 0.0, model_bytes: int = 0, secon
             records = len(recorded(copy.path))
     sample = min(MATRIX_SEQUENCES, calibration.num_sequences) * (_PASSES if engine.measures - {OVERLAP} else 1)
     memory, gpu = _memory()
-    return Estimate(
+    return Forecast(
         loading=loading,
         search=search.seconds / lanes,
         held_out=compared.seconds / lanes,
