@@ -118,7 +118,9 @@ def test_selections_are_the_definitions(kind: str, chunk: int | None, call: Call
                 prompt[0, begin : begin + queries] = True
         padded_q, padded_w = torch.zeros(1, totals[number], HEADS, DIM), torch.zeros(1, totals[number], HEADS)
         padded_q[0, prefix:], padded_w[0, prefix:] = q[own], w[own, :, 0]
-        wanted = block_selection(padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt)
+        wanted = block_selection(
+            padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt=prompt
+        )
         for at in range(length):
             if not prompt[0, prefix + at]:
                 assert found[row + at].tolist() == exact[row + at].tolist()

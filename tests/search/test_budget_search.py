@@ -86,7 +86,7 @@ class Model:
 def search(model: Model, budget: float, most_full: int = 5) -> tuple[Pattern, Outcome]:
     """Search within so many milliseconds; return the pattern found, and the whole outcome."""
     plan = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
-    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, plan=plan)
+    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=plan)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(BudgetSearch(), goal, judge)
     assert outcome.plan is not None
@@ -200,8 +200,8 @@ def test_what_can_not_be_priced_is_refused(change: dict[str, Any], message: str)
 
 def test_a_time_of_decoding_is_a_number_of_layers() -> None:
     goal = tiny_settings(decode=Budget(0.95, 131072)).goal(describe(tiny_config(), "tiny"))
-    assert goal.plan is not None and goal.plan.most_full == 3
-    native, prices = goal.native, goal.plan.prices
+    assert goal.budget is not None and goal.budget.most_full == 3
+    native, prices = goal.native, goal.budget.prices
     shares = [prices.decode_share(native.keeping(native.full_layers[:count]), native) for count in (3, 4)]
     assert shares[0] <= 0.95 < shares[1]
 

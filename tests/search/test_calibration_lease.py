@@ -27,6 +27,7 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.variant import Variant
+from indexcache_search.searching.prompt_times import prompt_times
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.http.address import Address
@@ -198,8 +199,8 @@ def test_measurements_under_which_somebody_switched(stub: Stub, what: str, act: 
     """Times and overlaps of another pattern look like any others: they are made again, or not at all."""
     searching = SglangEngine([client(stub)], MODEL)
     calls: dict[str, Callable[[], Any]] = {
-        "overlap": lambda: searching.topk_overlap(DATA, 5),
-        "speed": lambda: searching.prompt_speed([Variant.baseline(MODEL.native)], DATA),
+        "overlap": lambda: searching.matrix("overlap", DATA, 5),
+        "speed": lambda: prompt_times(searching, [Variant.baseline(MODEL.native)], DATA),
     }
     generated: list[str] = []  # the pattern of each prompt whose answer may have counted
 

@@ -6,7 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,7 @@ from indexcache_search.cli import evaluate, search
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.command import application
 from indexcache_search.errors import SearchError
+from indexcache_search.searching.job import SearchJob
 from indexcache_train import cli as distill
 from indexcache_watch import cli as watch_cli
 from sglang_indexcache import check, launch_server
@@ -127,8 +128,8 @@ def test_the_lab_without_an_experiment_names_them() -> None:
 # -- options that nothing reads
 
 RUNS = (
-    *("search.run.run", "compare.run.run", "harness.run.run", "distill.run.run", "distill.search_first.run"),
-    *("lab.offload.run.run", "lab.key_delta.run.run", "lab.eviction.run.run"),
+    *("search.searching.run", "search.eval.run", "search.eval.harness.run"),
+    *("train.distill.run", "train.distill.search_first", "lab.offload.run", "lab.key_delta.run", "lab.eviction.run"),
 )
 ELSEWHERE = {"max_increase", "dry_run", "estimate", "hourly_price", "config", "version"}
 """Read when a run is over, or in the place of one."""
@@ -208,12 +209,14 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Record the arguments of each run as text, but for the command line itself."""
     found: list[str] = []
 
-    def note(*arguments: Any, command: str = "", **options: Any) -> None:
+    def note(*arguments: Any, **options: Any) -> None:
+        if isinstance(arguments[0], SearchJob):
+            arguments = (replace(arguments[0], command=None),)
         found.append(repr((arguments, options)))
         raise typer.Exit(0)
 
     for name in RUNS:
-        monkeypatch.setattr(f"indexcache_search.{name}", note)
+        monkeypatch.setattr(f"indexcache_{name}.run", note)
     monkeypatch.setattr("indexcache_search.eval.harness.run.check", lambda addresses: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").write_text("{{ messages }}")
@@ -235,9 +238,9 @@ def values_for(function: Function, option: str) -> list[Any]:
     kind = get_type_hints(function)[option]
     group = kind_of(kind)
     if group:
-        keys = {field.name for field in fields(group)}
+        keys = {"name", *group.keys()} if hasattr(group, "keys") else {field.name for field in fields(group)}
         known = [item for item in SETTINGS[option] if item.rpartition(",")[2].partition("=")[0] in keys]
-        known = [item for item in known if item != "name=sglang" or group is search.SearchEngineChoice]
+        known = [item for item in known if item != "name=sglang" or function is search.search]
         assert len({item.rpartition(",")[2].partition("=")[0] for item in known}) >= len(keys) - ("name" in keys), (
             option
         )

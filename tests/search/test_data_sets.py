@@ -23,7 +23,8 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.data.turns import Document, in_turn
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.searching.run import SearchData, token_sets
+from indexcache_search.searching.begin import token_sets
+from indexcache_search.searching.job import SearchData
 from indexcache_train import cli as distill
 from sglang_indexcache.families import describe
 from tests.conftest import tiny_config

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from indexcache_search.engines import transformers as transformers_engine
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.prefix import Copy, LayerState, PrefixCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern

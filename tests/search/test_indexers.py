@@ -166,7 +166,7 @@ def test_a_block_shares_what_its_mean_scores_highest(queries: int) -> None:
     torch.manual_seed(queries)
     q, k, weights = torch.randn(2, 43, 32, 8), torch.randn(2, 43, 8), torch.randn(2, 43, 32)
     prompt = torch.stack([torch.arange(43) < 43, torch.arange(43) < 30])
-    found = block_selection(q, k, weights, queries, TOPK, prompt)
+    found = block_selection(q, k, weights, queries, TOPK, prompt=prompt)
     expected = in_words(q, k, weights, queries, TOPK, prompt)
     for row in range(2):
         for position in range(43):

@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.command import application, command_line
 from indexcache_search.cli.search import app
+from indexcache_search.results.variant import IN_TIME
 from indexcache_search.searching import model_card
-from indexcache_search.searching.comparison import IN_TIME
-from indexcache_search.searching.run import Files, show
+from indexcache_search.searching.job import Files
+from indexcache_search.searching.show import show
 from indexcache_search.workdir.mark import Mark
 from sglang_indexcache import PatternFile
 from sglang_indexcache.check import main

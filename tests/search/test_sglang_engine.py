@@ -6,8 +6,7 @@ import dataclasses
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.searching.prompt_times import PromptTimes
+from indexcache_search.searching.prompt_times import measured_times, prompt_times
 from sglang_indexcache import IndexCacheError, Pattern
 from tests.conftest import LAYERS
 from tests.search.calibration_stub import (
@@ -94,19 +93,19 @@ def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
 
 
 def test_overlap(stubs: list[Stub]) -> None:
-    assert (engine(stubs[0]).topk_overlap(DATA, 5) == np.eye(LAYERS)).all()
+    assert (engine(stubs[0]).matrix("overlap", DATA, 5) == np.eye(LAYERS)).all()
     assert len(stubs[0].positions) == 5
     stubs[0].measures = []
-    assert engine(stubs[0]).topk_overlap(DATA, 5) is None
+    assert engine(stubs[0]).matrix("overlap", DATA, 5) is None
 
 
 def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
     live = engine(*stubs, patience=0.5)
     stubs[0].fail = lambda path: (0, None)
-    assert (live.topk_overlap(DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
+    assert (live.matrix("overlap", DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
     stubs[1].fail = lambda path: (0, None)
     with pytest.raises(SearchError, match="no server came back"):
-        live.topk_overlap(DATA, 5)
+        live.matrix("overlap", DATA, 5)
 
 
 def lines_of(*patterns: Pattern) -> list[Variant]:
@@ -114,7 +113,7 @@ def lines_of(*patterns: Pattern) -> list[Variant]:
 
 
 def test_prompts_are_timed_plainly_with_each_pattern_in_turn(stubs: list[Stub]) -> None:
-    rows = engine(*stubs).prompt_speed(lines_of(*PATTERNS[:2]), DATA)
+    rows = prompt_times(engine(*stubs), lines_of(*PATTERNS[:2]), DATA)
     assert [row.name for row in rows] == ["baseline", "lazy", "lazy"]
     assert {(row.context, row.turns, row.output_tokens, row.token_ms) for row in rows} == {(DATA.seq_len, 5, 1, None)}
     assert {row.source for row in rows} == {"measured"} and all("calibration server" in row.basis for row in rows)
@@ -127,7 +126,7 @@ def test_prompts_are_timed_plainly_with_each_pattern_in_turn(stubs: list[Stub]) 
 
 def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
     stub = Stub(ranks=2)
-    engine(stub).prompt_speed(lines_of(PATTERNS[0]), DATA)
+    prompt_times(engine(stub), lines_of(PATTERNS[0]), DATA)
     assert {rank for rank, _, _ in stub.timed} == {0}
     assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
     stub.http.shutdown()
@@ -138,17 +137,14 @@ def test_times_of_prompts_are_kept_in_the_journal(stubs: list[Stub], tmp_path: P
     measuring, found = engine(stubs[0]), []
     for lines in (lines_of(PATTERNS[0]), lines_of(PATTERNS[0]), lines_of(PATTERNS[1])):
         with Journal(tmp_path, {"of": "a search"}, {}) as journal:
-            found.append(PromptTimes(measuring, DATA, journal).measured(lines))
+            found.append(measured_times(measuring, lines, DATA, journal))
     assert found[0] == found[1] != found[2] and len(stubs[0].timed) == 24
-    with Journal(tmp_path, {"of": "a search"}, {}) as journal:
-        elsewhere = PromptTimes(cast(Any, SimpleNamespace()), DATA, journal)  # of another engine
-        assert not elsewhere.known and elsewhere.measured(lines_of(PATTERNS[0])) == []
 
 
 def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:
     measuring = engine(*stubs, patience=0.0)
     stubs[0].fail = lambda path: (0, None) if path == "/generate" else None
-    assert len(measuring.prompt_speed(lines_of(PATTERNS[0]), DATA)) == 2
+    assert len(prompt_times(measuring, lines_of(PATTERNS[0]), DATA)) == 2
     assert len(stubs[1].timed) == 12
 
 

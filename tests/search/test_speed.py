@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search.cli.evaluate import app
+from indexcache_search.engines.timed_request import OPENING, Burst, Timing, send
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.speed.estimate import estimated, prices_at
-from indexcache_search.eval.speed.request import OPENING, Burst, Timing, send
 from indexcache_search.eval.speed.servers import check
 from indexcache_search.eval.speed.turns import Load, Prompts, Timed, interval, measured
 from indexcache_search.results.held_out import SpeedRow

@@ -262,7 +262,7 @@ def test_selections_of_one_engine_are_kept_apart() -> None:
 
 def test_overlap_is_that_of_pages() -> None:
     data, reference = random_tokens(2, 48, first_sparse_position=16), engine()
-    found = reference.topk_overlap(data, 8)
+    found = reference.matrix("overlap", data, 8)
     assert np.allclose(found.diagonal(), 1.0) and np.allclose(found, found.T)
     assert (found >= 1 / PAGES.pages).all() and found.min() < 1.0  # the recent page is everybody's
 

@@ -71,7 +71,7 @@ class Model:
 
 
 def search(model: Model, share: float) -> tuple[Pattern, Outcome]:
-    goal = Goal(native=model.native, full_layers={Fraction(1, 3): 2}, plan=PageGoal(share=share, bytes=BYTES))
+    goal = Goal(native=model.native, full_layers={Fraction(1, 3): 2}, budget=PageGoal(share=share, bytes=BYTES))
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(PageSearch(), goal, judge)
     assert outcome.plan is not None
@@ -103,7 +103,7 @@ def test_goals_that_can_not_be() -> None:
 
     dense = described(SELECTION)
     goal = settings().goal(dense)
-    assert isinstance(goal.plan, PageGoal) and goal.plan.bytes == BYTES
+    assert isinstance(goal.budget, PageGoal) and goal.budget.bytes == BYTES
     by_attention = described(replace(SELECTION, score="token_max"))
     for model, changes, message in (
         (by_attention, {}, "--bytes needs --selection score=compressed_keys or rounded_keys, which F layers select by"),

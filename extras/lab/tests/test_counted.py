@@ -137,10 +137,10 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
     """Of one sequence after the other, with the pattern asked for; of another server where one is lost."""
     live, pattern = engine(*stubs), PATTERNS[1]
     for row in (1, 0):
-        found = misses_on(live, pattern, DATA, row, 4, [8, 16])
+        found = misses_on(live, pattern, DATA, row, steps=4, sizes=[8, 16])
         assert found == {layer: [missed(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
     stubs[0].fail = lambda path: (0, None)
-    assert sorted(misses_on(live, pattern, DATA, 1, 4, [8])) == list(pattern.full_layers)
+    assert sorted(misses_on(live, pattern, DATA, 1, steps=4, sizes=[8])) == list(pattern.full_layers)
 
     def wrong(path: str) -> tuple[int, Any] | None:
         answer = {"dp_rank": 0, **stubs[1].status(0), "misses": {"0": [1, 2]}}
@@ -148,12 +148,12 @@ def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
 
     stubs[1].fail = wrong
     with pytest.raises(SearchError, match="counted layers"):
-        misses_on(live, pattern, DATA, 1, 4, [8])
+        misses_on(live, pattern, DATA, 1, steps=4, sizes=[8])
     live.close()
     other = engine(stubs[1])
     other.answers = frozenset()
     with pytest.raises(SearchError, match="does not record what is selected"):
-        misses_on(other, pattern, DATA, 0, 4, [8])
+        misses_on(other, pattern, DATA, 0, steps=4, sizes=[8])
 
 
 @pytest.mark.parametrize("act", [by_somebody_else, by_a_thief])
@@ -171,9 +171,9 @@ def test_a_count_under_which_somebody_switched(stubs: list[Stub], act: Callable[
     stub.fail = lambda asked: look(asked)  # type: ignore[func-returns-value]
     if act is by_somebody_else:
         with pytest.raises(SearchError, match=r"somebody else switched it"):
-            misses_on(searching, PATTERNS[0], DATA, 0, STEPS, [8])
+            misses_on(searching, PATTERNS[0], DATA, 0, steps=STEPS, sizes=[8])
     else:
-        misses_on(searching, PATTERNS[0], DATA, 0, STEPS, [8])
+        misses_on(searching, PATTERNS[0], DATA, 0, steps=STEPS, sizes=[8])
         assert generated[-1] == PATTERNS[0].roles and len(generated) > 1
     searching.close()
 

@@ -122,7 +122,7 @@ def test_fused_attention_is_eager_attention_with_its_gradients(rows: int) -> Non
         return (products.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
     def fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        return attend_with_bias(query, key, value, mask, bias, 0.3)
+        return attend_with_bias(query, key, value, mask, bias, scaling=0.3)
 
     found = []
     for attend in (eager, fused):
@@ -134,7 +134,7 @@ def test_fused_attention_is_eager_attention_with_its_gradients(rows: int) -> Non
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
     exact = eager(*(item.bfloat16().float() for item in (query, key, value)), bias)
-    half = attend_with_bias(*(item.bfloat16() for item in (query, key, value)), mask.bfloat16(), bias, 0.3)
+    half = attend_with_bias(*(item.bfloat16() for item in (query, key, value)), mask.bfloat16(), bias, scaling=0.3)
     rounded = eager(*(item.bfloat16().float() for item in (query, key, value)), bias.bfloat16().float())
     assert (half.float() - exact).abs().mean() < (rounded - exact).abs().mean()
 

@@ -163,6 +163,7 @@ NEEDS = {
 
 def distill(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: Annotated[
         str, option(f"What the model is trained for: {GRAMMAR}.", "--pattern", metavar="PATTERN")
@@ -320,12 +321,12 @@ def distill(
         folder = output or Path(f"indexcache-distilled-{'demo' if is_demo else Path(name).name}")
         process.let_work_end()
         if search_first is None:
-            result, written = run(name, data, what, runtime, Folders(folder, restart), console, start)
+            result, written = run(name, data, what, runtime, Folders(folder, restart), console=console, start=start)
         else:
             from indexcache_train.distill import search_first as both
 
             share, places = parse_retention(search_first), Folders(folder, restart)
-            result, written = both.run(name, data, what, share, runtime, places, console, start)
+            result, written = both.run(name, data, what, share, runtime, folders=places, console=console, start=start)
             folder = folder / both.TRAINED
         if not result:
             return  # only the first process prints

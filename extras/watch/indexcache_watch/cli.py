@@ -69,6 +69,7 @@ SERVES_METRICS = OptionNeed("--port", lambda given: given["port"] is not None)
 
 def watch(
     context: typer.Context,
+    *,
     served: Annotated[str, option("SGLang server that is watched.", metavar="URL")],
     reference: Annotated[str, option("SGLang server of the same model, without a pattern.", metavar="URL")],
     requests: Annotated[

@@ -125,7 +125,14 @@ def train(row: Row, seed: int, data: TrainingData, options: argparse.Namespace, 
         gradient_checkpointing=options.gradient_checkpointing,
         intervals=Intervals(evaluate=100_000, checkpoint=100, show=20),
     )
-    run(str(demo.MODEL), data, settings, runtime, Folders(folder, restart=False), Console(stderr=True, highlight=False))
+    run(
+        str(demo.MODEL),
+        data,
+        settings,
+        runtime,
+        Folders(folder, restart=False),
+        console=Console(stderr=True, highlight=False),
+    )
     return str(folder / "model")
 
 

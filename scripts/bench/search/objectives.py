@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.searching.search import Search

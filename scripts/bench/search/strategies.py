@@ -40,12 +40,13 @@ from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Losses
+from indexcache_search.engines.base import Engine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.searching.matrices import Matrices
 from indexcache_search.searching.search import Search

@@ -67,7 +67,7 @@ def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> 
         gradient_checkpointing=stage == "sparse",
         kernels=True,
     )
-    task = StageTask(processes, model, settings, stage, train, train, "auto")
+    task = StageTask(processes, model, settings, stage, train, held_out=train, kernels="auto")
     del model
     gc.collect()
     torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ from pydantic import TypeAdapter
 
 from indexcache_search import demo
 from indexcache_search.engines.own_server import free_port
-from indexcache_search.eval.speed.request import send
+from indexcache_search.engines.timed_request import send
 from indexcache_search.eval.speed.servers import check
 from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.held_out import SpeedRow

@@ -13,7 +13,8 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
-from indexcache_search.console import results
+from indexcache_search.cli.engines import EngineChoice
+from indexcache_search.console import results, warn
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
@@ -170,6 +171,7 @@ NEEDS = {
 
 def evaluate(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,
@@ -240,7 +242,7 @@ def evaluate(
 
     Differences are paired: everything sees the same sequences.
     """
-    chosen, is_demo = engine or options.EngineChoice(), model is None
+    chosen, is_demo = engine or EngineChoice(), model is None
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
@@ -252,9 +254,9 @@ def evaluate(
         if compares:
             from indexcache_search.data.packing import Wish
             from indexcache_search.eval.candidates import Candidates
-            from indexcache_search.eval.run import ComparisonData, Runtime, SpeedOptions, run, show
+            from indexcache_search.eval.job import ComparisonData, ComparisonJob, SpeedOptions
+            from indexcache_search.eval.run import run, show
             from indexcache_search.eval.verdict import beyond
-            from indexcache_search.searching.progress import warn
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
@@ -274,18 +276,21 @@ def evaluate(
                 only_shown=dry_run,
                 **generated,
             )
-            runtime = Runtime(
-                device=device,
-                dtype=dtype,
-                batch_size=batch_size,
-                prefix_cache_gb=chosen.prefix_cache_gb,
-                attention=chosen.attention,
-            )
             speeds = None
             if speed is not None:
                 speeds = SpeedOptions(concurrency=concurrency or 1, **speed.given())
             process.let_work_end()
-            result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console, speeds)
+            job = ComparisonJob(
+                model=model or str(demo.MODEL),
+                candidates=candidates,
+                data=data,
+                output=output,
+                run=chosen.run(options.ENGINE_DEFAULTS, device=device, dtype=dtype, batch_size=batch_size),
+                restart=restart,
+                speed=speeds,
+                console=console,
+            )
+            result = run(job)
             if result is None:
                 return
             show(result, output, results())
@@ -306,7 +311,6 @@ def _falls(
     """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
     from indexcache_search.eval.harness.lm_eval import Harness
     from indexcache_search.eval.harness.run import FILE, falls, run, table
-    from indexcache_search.searching.progress import warn
 
     process.let_work_end()
     result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from indexcache_search.cli.bounded import BATCH, MILLION, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
+from indexcache_search.cli.bounded import BATCH, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import number, option, settings
+from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import extra_option
 from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
@@ -21,6 +22,7 @@ from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.spec import GRAMMAR
 
 DTYPES = ("float32", "bfloat16", "float16")
+ENGINE_DEFAULTS = {"prefix_cache_gb": 1.0}
 ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA only; auto: kernels on a CUDA device)"
 
 
@@ -38,15 +40,6 @@ class DocumentsChoice(RowsChoice):
     """How rows of sources are read and packed; see `Packer`."""
 
     documents: Literal["joined", "apart"] = "joined"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """How a model runs; see `TransformersEngine.load`."""
-
-    name: Literal["transformers"] = "transformers"
-    attention: Literal["auto", "naive", "kernels"] = "auto"
-    prefix_cache_gb: Annotated[float, MILLION] = 1.0
 
 
 def retentions(text: str) -> tuple[Fraction, ...]:
@@ -170,11 +163,9 @@ Reply = Annotated[
 Seed = Annotated[int, number("Order of the documents.", SEED)]
 Engine = Annotated[
     EngineChoice | None,
-    settings(
-        EngineChoice,
+    engine_option(
         f"What runs the model. Keys: {ATTENTION}, prefix_cache_gb (host memory for layer outputs; 1; of dense models as"
         " much again for keys of prompts).",
-        "transformers",
     ),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds, ShareAt
+from indexcache_search.cli.bounded import SEQUENCES, Bounds, ShareAt
 from indexcache_search.cli.command import (
     Config,
     OptionNeed,
@@ -23,6 +23,7 @@ from indexcache_search.cli.command import (
     settings,
 )
 from indexcache_search.cli.config import server_flags
+from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import example_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
@@ -133,34 +134,20 @@ class DecodeChoice:
     prices: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchEngineChoice:
-    """The engine that evaluates patterns; `None` leaves a setting to transformers."""
-
-    name: Literal["transformers", "sglang"] = "transformers"
-    attention: Literal["auto", "naive", "kernels"] | None = None
-    prefix_cache_gb: Annotated[float, MILLION] | None = None
-
-    def __post_init__(self) -> None:
-        for key, value in list(vars(self).items())[1:]:
-            if self.name == "sglang" and value is not None:
-                raise SearchError(f"{key} needs transformers")
-
-
-def _in_sglang(given: Any) -> bool:
-    return given["engine"] is not None and given["engine"].name == "sglang"
+def _on_servers(given: Any) -> bool:
+    return given["engine"] is not None and given["engine"].kind.on_servers
 
 
 PRICE = Bounds(0, 1_000_000)
 OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
-    "prefill": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),),
+    "prefill": (OptionNeed("--engine transformers", lambda given: not _on_servers(given)),),
     "bytes": (
-        OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),
+        OptionNeed("--engine transformers", lambda given: not _on_servers(given)),
         OptionNeed("no --prefill", lambda given: given["prefill"] is None),
     ),
     "decode": (OptionNeed("--prefill", lambda given: given["prefill"] is not None),),
-    "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
+    "endpoint": (OptionNeed("--engine sglang", _on_servers),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
     "estimate": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
     "hourly_price": (OptionNeed("--estimate", lambda given: given["estimate"]),),
@@ -169,6 +156,7 @@ NEEDS = {
 
 def search(
     context: typer.Context,
+    *,
     model: options.Model = None,
     selection: options.Selection = None,
     calibration: options.Calibration = None,
@@ -217,13 +205,12 @@ def search(
         Objective, option("kl: divergence from the model's own pattern. nll: loss on the text, the paper's.")
     ] = "kl",
     engine: Annotated[
-        SearchEngineChoice | None,
-        settings(
-            SearchEngineChoice,
+        EngineChoice | None,
+        engine_option(
             "transformers, or sglang, whose server gets options that are unknown here (--tp 8). Keys of transformers:"
             f" {options.ATTENTION}, prefix_cache_gb (host memory for layer outputs that patterns share; 2, for the demo"
             " 1.7; 0: none). Default: transformers.",
-            "NAME",
+            servers=True,
         ),
     ] = None,
     endpoint: Annotated[
@@ -245,10 +232,10 @@ def search(
 
     Writes pattern.yaml, metrics.json, report.html and a README.md. Without options it searches the demo model.
     """
-    how, chosen, is_demo = strategy or StrategyChoice(), engine or SearchEngineChoice(), model is None
+    how, chosen, is_demo = strategy or StrategyChoice(), engine or EngineChoice(), model is None
     with running(context, NEEDS) as console:
-        flags = server_flags(context, chosen.name == "sglang" and not endpoint)
-        if chosen.name == "transformers":
+        flags = server_flags(context, chosen.kind.on_servers and not endpoint)
+        if not chosen.kind.on_servers:
             options.check_runs_here(device, dtype)
         if is_demo and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
@@ -268,43 +255,47 @@ def search(
             decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
             bytes=bytes,
         )
-        from indexcache_search.searching.run import EngineSettings, Files, SearchData, run, show, show_data
-        from indexcache_search.searching.run import estimate as run_estimate
+        from indexcache_search.searching.begin import show_data
+        from indexcache_search.searching.forecast import forecast
+        from indexcache_search.searching.job import Files, SearchData, SearchJob
+        from indexcache_search.searching.run import run
+        from indexcache_search.searching.show import show
 
-        data = SearchData(
-            calibration=tuple(calibration),
-            evaluation=tuple(evaluation or calibration),
-            seq_len=seq_len or (512 if is_demo else None),
-            seed=seed,
-            num_sequences=num_sequences or Wish(32 if prefill is None else 64),
-            num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
-            reply=reply,
-            rows=row_options,
-        )
-        runtime = EngineSettings(
-            engine=chosen.name,
-            device=device,
-            dtype=dtype,
-            batch_size=batch_size,
-            prefix_cache_gb=(1.7 if is_demo else 2.0) if chosen.prefix_cache_gb is None else chosen.prefix_cache_gb,
-            attention=chosen.attention or "auto",
-            endpoints=addresses,
-            server_arguments=flags,
-            selection=selects,
+        folder = output or Path(f"indexcache-{_short_name(model)}")
+        job = SearchJob(
+            model=str(model or demo.MODEL),
+            data=SearchData(
+                calibration=tuple(calibration),
+                evaluation=tuple(evaluation or calibration),
+                seq_len=seq_len or (512 if is_demo else None),
+                seed=seed,
+                num_sequences=num_sequences or Wish(32 if prefill is None else 64),
+                num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
+                reply=reply,
+                rows=row_options,
+            ),
+            run=chosen.run(
+                {"prefix_cache_gb": 1.7 if is_demo else 2.0},
+                device=device,
+                dtype=dtype,
+                batch_size=batch_size,
+                endpoints=addresses,
+                server_arguments=flags,
+                selection=selects,
+            ),
+            settings=what,
+            files=Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart),
+            console=console,
+            command=command_line(context),
         )
         if dry_run:
-            show_data(str(model or demo.MODEL), data, runtime, what)
+            show_data(job)
             return
-        folder = output or Path(f"indexcache-{_short_name(model)}")
-        files = Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart)
         process.let_work_end()
-        named = str(model or demo.MODEL)
         if estimate:
-            found = run_estimate(named, data, runtime, what, files, console)
-            results().print(found.as_text(hourly_price), soft_wrap=True)
+            results().print(forecast(job).as_text(hourly_price), soft_wrap=True)
             return
-        line = command_line(context)
-        show(run(named, data, runtime, what, files, console, command=line), model, files, results())
+        show(run(job), model, job.files, results())
 
 
 def _short_name(model: str | None) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.timed_request import Burst, send
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.speed.request import Burst, send
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.protocol import Range
@@ -134,7 +134,7 @@ class CalibrationServer:
             raise SearchError(f"{self.url}: /generate answers {error}") from None
 
     def time(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Burst:
-        """Time plain prompts, on which nothing is measured; see `speed.request.send`."""
+        """Time plain prompts, on which nothing is measured; see `timed_request.send`."""
         try:
             return send(self.address, prompts, output_tokens, key=self._key, dp_rank=self.dp_rank)
         except NoAnswerError as error:

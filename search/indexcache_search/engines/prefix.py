@@ -111,6 +111,7 @@ def run_from_cache(
     sites: Sequence[int],
     tokens: Tensor,
     pattern: Pattern,
+    *,
     cache: PrefixCache,
     batch: str,
     prompt: Tensor | None = None,

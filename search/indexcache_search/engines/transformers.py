@@ -16,10 +16,11 @@ from torch import Tensor
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.engines.base import OVERLAP, SIMILARITY
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.evaluation.plan import Plan, order
 from indexcache_search.hf.device import (
@@ -59,6 +60,9 @@ class TransformersEngine:
         files: the files it was loaded from; their digest is part of a journal's identity.
     """
 
+    lanes = 1
+    measures = frozenset({OVERLAP, SIMILARITY})
+
     def __init__(
         self,
         model: Any,
@@ -66,6 +70,7 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
+        *,
         files: ModelFiles | None = None,
     ) -> None:
         self.torch_model, self.files = model, files
@@ -86,15 +91,6 @@ class TransformersEngine:
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
 
-    @staticmethod
-    def parse(key: str) -> Plan:
-        """Parse the key of a pattern.
-
-        Raises:
-            PatternError: if `key` is not one.
-        """
-        return Pattern.from_key(key)
-
     @classmethod
     def load(
         cls,
@@ -103,6 +99,7 @@ class TransformersEngine:
         dtype: str = "float32",
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
+        *,
         attention: str = "auto",
         selection: PatternSelection | None = None,
         notice: Callable[[str], None] = lambda _: None,
@@ -135,7 +132,8 @@ class TransformersEngine:
         if target.type == "cpu":  # sdpa has no fused kernel for these heads there, and takes a sixth longer
             loaded.set_attn_implementation("eager")
         own = extensions("transformers", TransformersEngine) if cls is TransformersEngine else {}
-        return own.get(family.name, cls)(loaded, description, batch_size, prefix_cache_gb, resolved, files)  # type: ignore[no-any-return]
+        kind = own.get(family.name, cls)
+        return kind(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)  # type: ignore[no-any-return]
 
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`."""
@@ -209,14 +207,16 @@ class TransformersEngine:
         """Return the token from which on sequences run under `pattern`; before it, all patterns are alike."""
         return 0
 
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """See `Engine.matrix`."""
+        if name == OVERLAP:
+            return self.topk_overlap(data, rows)
+        return self.output_similarity(data) if name == SIMILARITY else None
+
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """See `Engine.topk_overlap`."""
+        """See `measurements.topk_overlap`."""
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._sequences(data), rows)
-
-    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """See `Engine.page_signals`."""
-        return {}
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """Return the selections of the last `steps` queries, `[rows, steps, k]`, by selecting layer; -1 for none.
@@ -238,8 +238,8 @@ class TransformersEngine:
             self.torch_model(self._tokens(data, [row]), use_cache=False, logits_to_keep=1)
         return found
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`."""
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
+        """See `measurements.output_similarity`."""
         with self._attention():
             return measurements.output_similarity(self.torch_model, self.model, self._sequences(data))
 
@@ -267,9 +267,9 @@ class TransformersEngine:
                 self.model.layers,
                 tokens,
                 pattern,
-                states,
-                f"{data.sha256} {rows}",
-                self._prompt(data, rows),
+                cache=states,
+                batch=f"{data.sha256} {rows}",
+                prompt=self._prompt(data, rows),
             )
         return hidden, layers * tokens.shape[1]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
 from indexcache_search.data.sketch import Sketch
-from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.engines.base import Engine
+from indexcache_search.engines.registry import Surroundings, kind_of
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import measure, result
 from indexcache_search.eval.held_out import ComparisonSet
 from indexcache_search.eval.measure import Compared, Done
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.plan import Plan
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
@@ -40,7 +44,6 @@ class Candidates:
     Attributes:
         command: name of the command.
         noun: word for one of those compared.
-        engine: class of the engine that runs patterns.
         patterns: as of `spec.PatternSpec`, optionally with `NAME=` before it.
         retentions: compared for files that name none.
         uniform: also compare uniform patterns at all phases.
@@ -50,7 +53,6 @@ class Candidates:
 
     command: ClassVar[str] = "indexcache-eval"
     noun: ClassVar[str] = "pattern"
-    engine: ClassVar[type[TransformersEngine]] = TransformersEngine
 
     patterns: tuple[str, ...] = ()
     retentions: tuple[Fraction, ...] = ()
@@ -109,8 +111,18 @@ class Candidates:
         """
         return column(model, notice, named)
 
+    def engine(
+        self, model: str, run: RunSettings, description: ModelLayers, around: Surroundings
+    ) -> AbstractContextManager[Engine]:
+        """Return what evaluates the lines of a model, for a `with` block."""
+        return kind_of(run.engine, description).load(model, run, around)
+
+    def parse(self, key: str) -> Plan:
+        """Parse the key of a plan, see `Journal`."""
+        return Pattern.from_key(key)
+
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
+        self, engine: Engine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
     ) -> list[Compared]:
         """Evaluate the baseline and `lines`; see `measure.patterns`."""
         return measure.patterns(engine, journal, lines, built, done)

@@ -93,7 +93,7 @@ def build(
             if len(text) >= characters:
                 break
     for number, task in enumerate(tasks):
-        made = [sample(task, tokenizer, text, seq_len, seed, chat) for seed in range(samples)]
+        made = [sample(task, tokenizer, text, seq_len, seed, chat=chat) for seed in range(samples)]
         first = sum(map(len, tokens))
         answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
         tokens.append(np.stack([drawn.tokens for drawn in made]))

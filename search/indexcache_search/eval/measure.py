@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from indexcache_search.engines.base import Engine, Losses
+from indexcache_search.engines.base import Engine
 from indexcache_search.eval.endpoints import Endpoint
 from indexcache_search.eval.held_out import ComparisonSet
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.evaluation.plan import order
-from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.searching.comparison import VariantLosses
+from indexcache_search.results.variant import NAMED, Variant, VariantLosses
 from sglang_indexcache.http.address import Address
 
 TOGETHER = 24  # sequences run under all patterns before the next ones, since only one pattern's states are kept

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from indexcache_search.eval.held_out import ComparisonSet
 from indexcache_search.eval.measure import Compared
+from indexcache_search.eval.table import tabulated
 from indexcache_search.eval.verdict import findings
 from indexcache_search.evaluation import estimates
 from indexcache_search.report.frontier import environment, section, spelt
@@ -20,7 +21,6 @@ from indexcache_search.report.search.figures import changes_figure
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
-from indexcache_search.searching import metrics
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import WORK
 
@@ -50,7 +50,7 @@ def collect(
         prices: times of layers, where patterns have such.
         speed: rows of speed, where it was requested.
     """
-    table = metrics.held_out([line.row for line in lines], held_out.data, first_sparse_position, prices)
+    table = tabulated([line.row for line in lines], held_out.data, first_sparse_position, prices)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(

@@ -135,7 +135,7 @@ TASKS: dict[str, Callable[[random.Random], Puzzle]] = {
 }
 
 
-def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, seed: int, chat: bool) -> Sample:
+def sample(task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, seed: int, *, chat: bool) -> Sample:
     """Make one sample of exactly `seq_len` tokens.
 
     Args:

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.engines.base import Losses
 from indexcache_search.evaluation.evaluator import Evaluator
-from indexcache_search.results.variant import NAMED, Variant, uniform_lines
+from indexcache_search.results.variant import IN_BYTES, IN_TIME, NAMED, Variant, VariantLosses, uniform_lines
 from indexcache_search.searching.search import Found
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.uniform import Uniform
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
-
-IN_TIME, IN_BYTES = ", in time", ", in bytes"  # behind the strategy's name, of a pattern found for `Goal.plan`
-
-
-def own_names(strategy: str) -> tuple[str, ...]:
-    """Return the names of the lines whose patterns a search has found."""
-    return strategy, f"{strategy}{IN_TIME}", f"{strategy}{IN_BYTES}"
-
-
-@dataclass(frozen=True)
-class VariantLosses:
-    """One line of the held-out comparison, and what was measured."""
-
-    line: Variant
-    evaluation: Losses
 
 
 def comparison_lines(

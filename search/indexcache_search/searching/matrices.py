@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Engine
+from indexcache_search.engines.base import SIMILARITY, Engine
 from indexcache_search.evaluation.journal import Journal
 
 MATRIX_SEQUENCES = 8  # that matrices are measured on: each gives means over hundreds of queries
@@ -30,29 +27,15 @@ class Matrices:
         self._sample = calibration.taken(growing_shares(calibration, MATRIX_SEQUENCES)[0])
 
     def measured(self, name: str) -> NDArray[np.float64] | None:
-        """Return a matrix by its name; None where the engine can't measure it.
-
-        `overlap` of what layers choose and `similarity` of their outputs, both `[layers, layers]`; of dense models
-        `shift`, `[1, layers]`, and `recall`, `[layers, layers]`, see `page_signals`.
-        """
-        if name == "overlap" and not self._engine.model.dense:
-            return self._matrix(f"overlap-{ROWS}", lambda: self._engine.topk_overlap(self._sample, ROWS))
-        if name == "similarity":
-            return self._matrix(name, lambda: self._engine.output_similarity(self._sample))
-        return self._matrix(f"{name}-{ROWS}", lambda: self._signals.get(name))
-
-    @cached_property
-    def _signals(self) -> Mapping[str, NDArray[np.float64]]:
-        return self._engine.page_signals(self._sample, ROWS)
-
-    def _matrix(self, name: str, measure: Callable[[], NDArray[np.float64] | None]) -> NDArray[np.float64] | None:
+        """Return a matrix by its name, see `Engine.matrix`; `None` where the engine can't measure it."""
         selection = self._engine.model.native.selection
-        name = name if selection is None else f"{name} {selection}"
-        recorded = self._journal.matrix(name)
+        kept = name if name == SIMILARITY else f"{name}-{ROWS}"
+        kept = kept if selection is None else f"{kept} {selection}"
+        recorded = self._journal.matrix(kept)
         if recorded is None:
-            measured = measure()
+            measured = self._engine.matrix(name, self._sample, ROWS)
             if measured is None:
                 return None
             recorded = measured.tolist()
-            self._journal.add_matrix(name, recorded)
+            self._journal.add_matrix(kept, recorded)
         return np.asarray(recorded)

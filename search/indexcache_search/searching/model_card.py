@@ -14,9 +14,8 @@ from indexcache_search.report.advice import ALLOWANCE, choose
 from indexcache_search.report.points import estimated
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import Row, SearchResult
-from indexcache_search.results.variant import NAMED
+from indexcache_search.results.variant import NAMED, own_names
 from indexcache_search.results.words import counted, serving_flags, words_of
-from indexcache_search.searching.comparison import own_names
 from sglang_indexcache.io.errors import one_line
 
 TAGS = ("indexcache", "sparse-attention", "sglang")

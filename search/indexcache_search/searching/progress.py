@@ -2,73 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from fractions import Fraction
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+from rich.progress import TaskID, TextColumn
 
+from indexcache_search.console import announce, bar, warn
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation import estimates
-from indexcache_search.results.variant import NAMED
-from indexcache_search.searching.comparison import VariantLosses
+from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.results.variant import NAMED, VariantLosses
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
-
-PACE = 120.0  # seconds over which the pace is taken: what a journal has is done at once, what it lacks is not
-
-
-class Remaining(ProgressColumn):
-    """Time that the rest takes at the pace of the last two minutes; nothing where the end is not known."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Render the time left."""
-        left = task.time_remaining
-        if task.finished or task.total is None or left is None:
-            return Text("")
-        return Text(f"{timedelta(seconds=int(left))} left")
-
-
-def bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """Make a bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        Remaining(),
-        *columns,
-        console=console,
-        disable=not console.is_terminal,
-        speed_estimate_period=PACE,
-        expand=True,
-    )
-
-
-def announce(console: Console, line: str) -> None:
-    """Print what begins on something that is no terminal (a log file), where no bar shows it."""
-    if not console.is_terminal:
-        console.print(line, soft_wrap=True, markup=False)
-
-
-def warn(console: Console, line: str) -> None:
-    """Say something that a person should look at."""
-    console.print(line, style="yellow", soft_wrap=True)
 
 
 class SearchProgress:

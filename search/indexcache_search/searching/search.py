@@ -9,11 +9,12 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.engines.base import Engine, Evaluation
+from indexcache_search.engines.base import Engine
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.judge import Judge
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.swaps import improved
 from sglang_indexcache import Pattern

@@ -76,12 +76,12 @@ class Settings:
             SearchError: if it can't be reached, or a search would not end.
         """
         full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
-        goal = Goal(native=model.native, full_layers=full_layers, plan=self._plan(model))
+        goal = Goal(native=model.native, full_layers=full_layers, budget=self._budget(model))
         self.strategy.check(goal)
         return goal
 
-    def _plan(self, model: ModelLayers) -> PlanGoal | None:
-        """See `Goal.plan`."""
+    def _budget(self, model: ModelLayers) -> PlanGoal | None:
+        """See `Goal.budget`."""
         if self.bytes is not None:
             return self.bytes.goal(model)
         if self.prefill is None:

@@ -82,13 +82,13 @@ class Goal:
     Attributes:
         native: the checkpoint's own pattern, which shares only locked layers.
         full_layers: number of `F` layers by retention.
-        plan: a pattern of least loss within a budget, as a time, within which it may have blocks of queries; `None` if
-            it is not asked for.
+        budget: of a further pattern of least loss, such as a time, within which it may have blocks of queries; `None`
+            if none is asked for.
     """
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    plan: PlanGoal | None = None
+    budget: PlanGoal | None = None
 
     @property
     def fewest(self) -> int:
@@ -143,7 +143,7 @@ class Outcome:
         patterns: the patterns by retention.
         steps: nested flips that lead to them; empty for strategies without steps.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plan: the pattern of `Goal.plan`.
+        plan: the pattern of least loss within `Goal.budget`.
     """
 
     patterns: dict[Fraction, Pattern]

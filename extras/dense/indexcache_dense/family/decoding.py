@@ -33,7 +33,7 @@ def note_captured(backend: Any, batch: Any, layer: Any, letter: str) -> None:
         captured.setdefault(batch.batch_size, {})[layer.layer_id] = letter
 
 
-def store_keys(backend: Any, layer: Any, batch: Any, k: Tensor | None, v: Tensor | None, save: bool) -> None:
+def store_keys(backend: Any, layer: Any, batch: Any, k: Tensor | None, v: Tensor | None, *, save: bool) -> None:
     """Write the keys and values of a decode step into the cache, if SGLang has not done so: selecting reads them."""
     if save and k is not None:
         backend.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)

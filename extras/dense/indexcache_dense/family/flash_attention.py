@@ -27,7 +27,7 @@ def make_backend_class(stock: Any) -> Any:
         _indexcache_chosen: Any  # the metadata of F and S layers
         _indexcache_tables: dict[int, Tensor] | None = None  # by batch size; entries that are not live stay valid
 
-        def forward_extend(
+        def forward_extend(  # noqa: PLR0917
             self,
             q: Tensor,
             k: Tensor,
@@ -41,7 +41,7 @@ def make_backend_class(stock: Any) -> Any:
             keep_read(self, layer, forward_batch)
             return output
 
-        def forward_decode(
+        def forward_decode(  # noqa: PLR0917
             self,
             q: Tensor,
             k: Tensor,
@@ -63,7 +63,7 @@ def make_backend_class(stock: Any) -> Any:
                 dense: Tensor = output
                 return dense
             if found.role == FULL:
-                store_keys(self, layer, forward_batch, k, v, save_kv_cache)
+                store_keys(self, layer, forward_batch, k, v, save=save_kv_cache)
                 save_kv_cache = False
                 self._choose(q, None, layer, forward_batch)
             with replaced((self, "forward_metadata", self._indexcache_chosen)):

@@ -95,14 +95,14 @@ def make_backend_class(stock: Any) -> Any:
             if in_capture:  # SGLang does so with its own: the first plan loads what the fast one uses
                 plan.wrapper.begin_forward = partial(home.fast_decode_plan, plan.wrapper)
 
-        def forward_extend(
+        def forward_extend(  # noqa: PLR0917
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
             output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             keep_read(self, layer, forward_batch)
             return output
 
-        def forward_decode(
+        def forward_decode(  # noqa: PLR0917
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
             found = role_of(layer)
@@ -115,7 +115,7 @@ def make_backend_class(stock: Any) -> Any:
             elif found.chooses and found.selection.score == TOKEN_MAX:
                 wrapper = _Denominators(dense)
             if found.role == FULL:
-                store_keys(self, layer, forward_batch, k, v, save_kv_cache)
+                store_keys(self, layer, forward_batch, k, v, save=save_kv_cache)
                 save_kv_cache = False
                 self._choose(q, None, layer, forward_batch, dense)
             with replaced((self, "forward_metadata", replace(metadata, decode_wrappers=[wrapper]))):

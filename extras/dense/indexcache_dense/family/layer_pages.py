@@ -111,7 +111,7 @@ class LayerPages:
         if self.steps is not None:
             self.steps[table.requests] = 0
 
-    def select(
+    def select(  # noqa: PLR0917
         self,
         q: Tensor,
         keys: Tensor,

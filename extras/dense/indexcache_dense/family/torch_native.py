@@ -24,21 +24,21 @@ def make_backend_class(stock: Any) -> Any:
     class ChoosingTorchNative(stock):  # type: ignore[misc]
         indexcache_pages: dict[int, LayerPages]  # by layer; written by `DenseGqaSglang.loaded`
 
-        def forward_extend(
+        def forward_extend(  # noqa: PLR0917
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
             output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             keep_read(self, layer, forward_batch, "naive")
             return output
 
-        def forward_decode(
+        def forward_decode(  # noqa: PLR0917
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
         ) -> Tensor:
             found = role_of(layer)
             if found.role == DENSE:
                 output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
             elif found.role == FULL:
-                store_keys(self, layer, forward_batch, k, v, save_kv_cache)
+                store_keys(self, layer, forward_batch, k, v, save=save_kv_cache)
                 save_kv_cache = False
             if found.chooses:
                 setattr(forward_batch, _CHOSEN, self._choose(q, layer, forward_batch))

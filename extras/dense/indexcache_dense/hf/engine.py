@@ -31,22 +31,24 @@ class PageEngine(TransformersEngine):
     beginnings that no pattern changes.
     """
 
+    measures = frozenset({"overlap", "shift", "recall"})
+
     def __init__(self, model: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, *args, **options)
         self._beginnings = PromptCache(model, self._cache.limit)
+        self._signals: tuple[tuple[str, int], Mapping[str, NDArray[np.float64]]] | None = None
 
-    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """See `Engine.topk_overlap`."""
-        return self.page_signals(data, rows)["overlap"]
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """See `Engine.matrix`; `overlap`, `shift`, `[1, layers]`, and `recall`, `[layers, layers]`."""
+        if self._signals is None or self._signals[0] != (data.sha256, rows):
+            self._signals = (data.sha256, rows), self.page_signals(data, rows)
+        return self._signals[1].get(name)
 
     def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """See `Engine.page_signals`."""
+        """Return `overlap`, `shift` and `recall` over `rows` queries per sequence, see module `page_signals`."""
         ends = (self._from_choice(self.model.native, [row], data) for row in range(data.num_sequences))
         with self._attention():
             return page_signals(self.torch_model, self.model, ends, rows)
-
-    def output_similarity(self, data: TokenSet) -> None:
-        """See `Engine.output_similarity`; nobody uses it on dense models."""
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """See `TransformersEngine.selections`; ascending pages, a row for each key head that chooses for itself."""
@@ -90,7 +92,14 @@ class PageEngine(TransformersEngine):
         states = PrefixCache(0) if cache is None else cache
         with self._attention(), self._from_choice(pattern, rows, data) as end:
             hidden, layers = run_from_cache(
-                self.torch_model, self.model.layers, end.tokens, pattern, states, batch, end.prompt, end.past
+                self.torch_model,
+                self.model.layers,
+                end.tokens,
+                pattern,
+                cache=states,
+                batch=batch,
+                prompt=end.prompt,
+                past=end.past,
             )
         return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)
 

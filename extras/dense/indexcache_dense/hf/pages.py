@@ -52,7 +52,7 @@ class Importance(Protocol):
         """Return what `attend` adds to the scaled products without gradients, in the same shape; `None` for nothing."""
         ...
 
-    def attend(
+    def attend(  # noqa: PLR0917
         self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
     ) -> Tensor:
         """Attend to the selected pages of a layer, `[batch, queries, heads, dim]`, using the importance.
@@ -129,6 +129,7 @@ def apply_page_roles(
     prompt: Tensor | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
     carried: Tensor | None = None,
+    *,
     watch: Watcher | None = None,
 ) -> Iterator[None]:
     """Run `model` with `pattern` inside the `with` block, on whole sequences or their ends.
@@ -230,7 +231,7 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
         return torch.cat(outputs, 1)
     assert state.kept is not None
     if state.in_blocks:
-        return _over_pages(state, query, key, value, scaling, torch.cat(outputs, 1) if outputs else None)
+        return _over_pages(state, query, key, value, scaling, dense=torch.cat(outputs, 1) if outputs else None)
     allowed = state.kept.repeat_interleave(selection.page_tokens, dim=2)[:, :, :keys]
     by_row = allowed.view(len(query), -1, queries, keys)  # [batch, 1 or key heads, queries, keys]
     if by_row.shape[1] > 1:
@@ -242,7 +243,7 @@ def _attention(state: _PageState, call: AttentionCall) -> Tensor:
 
 
 def _over_pages(
-    state: _PageState, query: Tensor, key: Tensor, value: Tensor, scaling: float, dense: Tensor | None
+    state: _PageState, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, dense: Tensor | None
 ) -> Tensor:
     """Attend to selected pages, `[batch, queries, heads, dim]`, over gathered keys; prompts take `dense`."""
     assert state.kept is not None

@@ -86,7 +86,7 @@ def attending(
         del _running[name]
 
 
-def _run(
+def _run(  # noqa: PLR0917
     name: str,
     module: nn.Module,
     query: Tensor,

@@ -136,8 +136,8 @@ class PageSearch(Lazy):
 
 
 def _plan_of(goal: Goal) -> PageGoal:
-    assert isinstance(goal.plan, PageGoal)
-    return goal.plan
+    assert isinstance(goal.budget, PageGoal)
+    return goal.budget
 
 
 def _improved(best: Pattern, problem: Problem) -> Pattern:

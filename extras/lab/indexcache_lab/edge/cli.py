@@ -13,6 +13,7 @@ from sglang_indexcache import process
 
 
 def edge(
+    *,
     model: options.DenseModel,
     contexts: Annotated[str, option("Tokens in the cache.")] = "8192,16384",
     share: Annotated[

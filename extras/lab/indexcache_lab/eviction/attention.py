@@ -9,7 +9,9 @@ from torch import Tensor
 EXTRA = 8  # dimensions: fused kernels expect multiples of 8
 
 
-def attend_with_bias(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, scaling: float) -> Tensor:
+def attend_with_bias(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, *, scaling: float
+) -> Tensor:
     """Attend by PyTorch's fused attention: the bias is a further dimension of the keys, that all queries have as 1.
 
     In bfloat16 a number has 8 bits, so the bias takes two dimensions: what is left over of the first is in the second.

@@ -38,6 +38,7 @@ class BodyChoice:
 
 
 def eviction(
+    *,
     model: options.DenseModel,
     training: Annotated[list[str], options.sources("Training text")],
     pattern: Annotated[str | None, option(f"{GRAMMAR}. Default: all F.", "--pattern", metavar="PATTERN")] = None,
@@ -141,7 +142,7 @@ def eviction(
         )
         folder = output or Path(f"indexcache-distilled-{Path(model).name}")
         process.let_work_end()
-        result, written = run(model, data, learning, runtime, Folders(folder, restart, COMMAND), console)
+        result, written = run(model, data, learning, runtime, Folders(folder, restart, COMMAND), console=console)
         out = results()
         out.print(terminal_table(result))
         out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)

@@ -68,7 +68,7 @@ class EvictionHeads(nn.Module):
         """Return the bias that is served, by `use`; see `hf.pages.Importance`."""
         return self(layer, value) if self.use == "always" else None
 
-    def attend(
+    def attend(  # noqa: PLR0917
         self, layer: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
     ) -> Tensor:
         """Attend in a layer with its bias, according to `use`; see `hf.pages.Importance`."""
@@ -77,7 +77,7 @@ class EvictionHeads(nn.Module):
             return attend(query, key, value, mask)[0]
         bias = self(layer, value)
         if training and query.is_cuda:  # eager attention keeps [batch, heads, queries, keys] for the gradients
-            biased = attend_with_bias(query, key, value, mask, bias, scaling)
+            biased = attend_with_bias(query, key, value, mask, bias, scaling=scaling)
         else:
             by_head = bias.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None]
             # Masked keys have the lowest number of the dtype; the sum with a negative bias must not overflow.

@@ -34,6 +34,7 @@ def run(
     settings: EvictionSettings,
     runtime: TrainingRuntime,
     folders: Folders,
+    *,
     console: Console,
 ) -> tuple[Mapping[str, Any], list[Path]]:
     """Train eviction heads of `model`, write the results, and return the metrics and the files written.
@@ -54,7 +55,19 @@ def run(
         processes = stack.enter_context(joined(runtime.device, runtime.dtype))
         settings.check(processes.count)
         run = stack.enter_context(
-            session(model, description, data, settings, settings.steps, runtime, folders, console, processes, {}, names)
+            session(
+                model,
+                description,
+                data,
+                settings,
+                settings.steps,
+                runtime=runtime,
+                paths=folders,
+                console=console,
+                processes=processes,
+                also={},
+                names=names,
+            )
         )
         run.progress.begin(STAGE)
         if run.done < settings.steps or not run.folders.is_whole(folders.model, processes):

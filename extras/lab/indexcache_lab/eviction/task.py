@@ -113,7 +113,7 @@ class EvictionTask(Task):
             part = rows[start : start + settings.micro_batch_size]
             total += float(self._losses(part, data, objective, 1 / scored).double().sum()) / scored
         name, factor = f"step {number + 1}", rate(settings.schedule, settings.ramp_steps, number, settings.steps)
-        taken = take_step(self.optimizer, name, {"loss": total}, "heads", settings.max_norm, factor)
+        taken = take_step(self.optimizer, name, {"loss": total}, "heads", settings.max_norm, factor=factor)
         return {"step": number + 1, "stage": STAGE, "loss" if settings.body else "kl": total, **taken}
 
     @torch.no_grad()

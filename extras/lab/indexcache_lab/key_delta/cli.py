@@ -36,6 +36,7 @@ PrefixCache = Annotated[float, number("Host memory for what layers give, and as 
 
 
 def search(
+    *,
     model: options.DenseModel,
     calibration: Annotated[list[str], options.sources("Calibration text")],
     evaluation: options.HeldOutOrSame = None,
@@ -68,8 +69,8 @@ def search(
     with errors_in_one_line(console, "indexcache-lab key-delta search"):
         options.check_runs_here(device, dtype)
         from indexcache_lab.key_delta.run import run, shares_of, show_data
-        from indexcache_search.eval.run import Runtime
-        from indexcache_search.searching.run import Files, SearchData
+        from indexcache_search.engines.settings import RunSettings
+        from indexcache_search.searching.job import Files, SearchData
 
         shares = shares_of(skip)
         data = SearchData(
@@ -84,15 +85,15 @@ def search(
         if dry_run:
             show_data(model, data)
             return
-        runtime = Runtime(
-            device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention="naive"
-        )
+        own = {"prefix_cache_gb": prefix_cache_gb, "attention": "naive"}
+        runtime = RunSettings(device=device, dtype=dtype, batch_size=batch_size, own=own)
         process.let_work_end()
         files = Files(folder=output, work_dir=work_dir or output / "work", restart=restart)
         run(model, data, runtime, files, console, shares=shares, near=_given(near))
 
 
 def evaluate(
+    *,
     model: options.DenseModel,
     evaluation: Annotated[list[str], options.sources("Held-out text")],
     pattern: options.Patterns = None,
@@ -121,7 +122,9 @@ def evaluate(
     with errors_in_one_line(console, "indexcache-lab key-delta eval"):
         options.check_runs_here(device, dtype)
         from indexcache_lab.key_delta.compare import KeyCandidates, read_thresholds
-        from indexcache_search.eval.run import ComparisonData, Runtime, run, show
+        from indexcache_search.engines.settings import RunSettings
+        from indexcache_search.eval.job import ComparisonData, ComparisonJob
+        from indexcache_search.eval.run import run, show
 
         candidates = KeyCandidates(
             thresholds=read_thresholds(threshold),
@@ -138,11 +141,19 @@ def evaluate(
             rows=options.row_options(rows),
             only_shown=dry_run,
         )
-        runtime = Runtime(
-            device=device, dtype=dtype, batch_size=batch_size, prefix_cache_gb=prefix_cache_gb, attention="naive"
-        )
+        own = {"prefix_cache_gb": prefix_cache_gb, "attention": "naive"}
+        runtime = RunSettings(device=device, dtype=dtype, batch_size=batch_size, own=own)
         process.let_work_end()
-        found = run(model, candidates, data, runtime, output, restart, console)
+        job = ComparisonJob(
+            model=model,
+            candidates=candidates,
+            data=data,
+            output=output,
+            run=runtime,
+            restart=restart,
+            console=console,
+        )
+        found = run(job)
         if found is not None:
             show(found, output, results())
 

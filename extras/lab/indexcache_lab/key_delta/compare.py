@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +19,9 @@ from indexcache_lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_lab.key_delta.file import KeyFile
 from indexcache_lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan
 from indexcache_search.data.sketch import Sketch
-from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.engines.base import Engine
+from indexcache_search.engines.registry import Surroundings
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import measure
 from indexcache_search.eval.candidates import Candidates, Spec
@@ -26,6 +29,7 @@ from indexcache_search.eval.held_out import ComparisonSet
 from indexcache_search.eval.measure import Compared, Done
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.plan import Plan
 from indexcache_search.report.drawing import blank, svg
 from indexcache_search.results.held_out import ComparisonResult, HeldOut
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
@@ -48,7 +52,6 @@ class KeyCandidates(Candidates):
 
     command: ClassVar[str] = "indexcache-lab key-delta eval"
     noun: ClassVar[str] = "plan"
-    engine: ClassVar[type[TransformersEngine]] = KeyEngine
 
     thresholds: tuple[tuple[str, float | KeyFile], ...]
     near: Mapping[str, Any]
@@ -94,13 +97,23 @@ class KeyCandidates(Candidates):
         """See `Candidates.calibrated_on`."""
         return [*(file.calibrated_on() for file in self._files.values()), *super().calibrated_on(specs)]
 
+    def parse(self, key: str) -> Plan:
+        """See `KeyEngine.parse`."""
+        return KeyEngine.parse(key)
+
+    def engine(
+        self, model: str, run: RunSettings, description: ModelLayers, around: Surroundings
+    ) -> AbstractContextManager[Engine]:
+        """See `Candidates.engine`."""
+        return nullcontext(KeyEngine.load(model, **run.here, notice=around.announce))
+
     def compared(
-        self, engine: TransformersEngine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
+        self, engine: Engine, journal: Journal, lines: Sequence[Variant], built: ComparisonSet, done: Done
     ) -> list[Compared]:
         """See `compare`."""
         assert isinstance(engine, KeyEngine)
         rivalled = [line.pattern for line in lines if isinstance(line.pattern, KeyPlan) and self.rivals]
-        return compare(engine, journal, lines, built, done, rivalled)
+        return compare(engine, journal, lines, built, done, rivalled=rivalled)
 
     def figures(self, comparison: ComparisonResult) -> Mapping[str, str]:
         """See `figures`."""
@@ -130,6 +143,7 @@ def compare(
     lines: Sequence[Variant],
     built: ComparisonSet,
     done: Done,
+    *,
     rivalled: Sequence[KeyPlan],
 ) -> list[Compared]:
     """Evaluate the baseline, `lines`, and plans that leave out as much as those of `rivalled`."""

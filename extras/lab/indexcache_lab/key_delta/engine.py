@@ -21,12 +21,12 @@ from indexcache_lab.dense import key_heads
 from indexcache_lab.key_delta.attention import apply_key_plan
 from indexcache_lab.key_delta.plan import METHODS, KeyPlan, Stage
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Losses
 from indexcache_search.engines.prefix import PrefixCache
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.hf.cache_argument import cache_argument
 from sglang_indexcache import Pattern
@@ -50,7 +50,7 @@ class KeyEngine(PageEngine):
 
     @staticmethod
     def parse(key: str) -> Plan:
-        """See `TransformersEngine.parse`."""
+        """Parse the key of a plan, see `Journal`."""
         if key.partition("|")[0] not in METHODS:
             return Pattern.from_key(key)
         try:

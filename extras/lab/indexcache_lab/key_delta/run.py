@@ -17,15 +17,16 @@ from indexcache_lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_lab.key_delta.file import KeyFile
 from indexcache_lab.key_delta.plan import LONG, KeyPlan
 from indexcache_lab.key_delta.search import KeySearch, Thresholds
-from indexcache_search.console import command, results
+from indexcache_search.console import announce, bar, command, results, warn
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import result
 from indexcache_search.eval.held_out import ComparisonSet
-from indexcache_search.eval.run import Runtime, show
+from indexcache_search.eval.run import show
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import engine_words, identity, today
@@ -34,8 +35,8 @@ from indexcache_search.evaluation.judge import Judge
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.searching.progress import announce, bar, warn
-from indexcache_search.searching.run import Files, SearchData, token_sets
+from indexcache_search.searching.begin import token_sets
+from indexcache_search.searching.job import Files, SearchData
 from indexcache_search.workdir.outputs import outputs
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.command_line import error_context
@@ -69,7 +70,7 @@ def _file_name(share: float) -> str:
 def run(
     model: str,
     data: SearchData,
-    runtime: Runtime,
+    runtime: RunSettings,
     files: Files,
     console: Console,
     *,
@@ -100,15 +101,7 @@ def run(
         for note in reader.notes:
             warn(console, note)
         with error_context("loading the model"):
-            engine = KeyEngine.load(
-                model,
-                runtime.device,
-                runtime.dtype,
-                runtime.batch_size,
-                runtime.prefix_cache_gb,
-                runtime.attention,
-                notice=partial(announce, console),
-            )
+            engine = KeyEngine.load(model, **runtime.here, notice=partial(announce, console))
             engine.model = description
         belongs_to = identity(engine, calibration, held_out, "kl")
         journal = stack.enter_context(Journal(out.journal(), belongs_to, today(), files.restart, engine.parse))
@@ -118,7 +111,7 @@ def run(
             task = progress.add_task("thresholds of single layers", total=None)
             planned, notice = partial(progress.update, task), partial(console.print, soft_wrap=True)
             chooses.on_evaluation = lambda _: progress.advance(task)
-            search = KeySearch(engine, chooses, costs, nothing, lambda plans: planned(total=plans), notice)
+            search = KeySearch(engine, chooses, costs, nothing, lambda plans: planned(total=plans), notice=notice)
             found = search.find(shares)
         written = {_file_name(item.asked): _text(item, description, chooses, costs) for item in found}
         for item in found:
@@ -133,7 +126,7 @@ def run(
                 lines.append(Variant(NAMED, f"searched, {item.asked:g}", None, item.plan))
                 lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             built, rivalled = ComparisonSet(held_out, {}), [item.plan for item in found]
-            compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled)
+            compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled=rivalled)
             comparison = result.collect(
                 compared,
                 built,

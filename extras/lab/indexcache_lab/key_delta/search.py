@@ -83,6 +83,7 @@ class KeySearch:
         costs: Costs,
         nothing: KeyPlan,
         planned: Callable[[int], None],
+        *,
         notice: Callable[[str], None],
     ) -> None:
         self._engine, self._evaluator, self._costs = engine, evaluator, costs

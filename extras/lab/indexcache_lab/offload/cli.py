@@ -13,6 +13,7 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import MILLION, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from sglang_indexcache import process
@@ -59,6 +60,7 @@ class BuffersChoice:
 
 def offload(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,
@@ -115,7 +117,7 @@ def offload(
     what was used last. Layers that share a choice have theirs on the way while others compute. The checkpoint's own
     pattern is always counted. Writes offload.json and offload.html, and with limits pattern.yaml.
     """
-    machine, chosen, is_demo = server or Server(), engine or options.EngineChoice(), model is None
+    machine, chosen, is_demo = server or Server(), engine or EngineChoice(), model is None
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         if not is_demo and not evaluation:
@@ -123,7 +125,7 @@ def offload(
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_lab.offload.result import Limits
         from indexcache_lab.offload.run import PlanRequest, run, show
-        from indexcache_search.eval.run import ComparisonData, Runtime
+        from indexcache_search.eval.job import ComparisonData
 
         limits = Limits(
             bytes_a_step=None if max_transfer is None else max_transfer * 1e6,
@@ -143,15 +145,9 @@ def offload(
             endpoints=addresses,
             limits=None if max_transfer is None and max_device_gb is None else limits,
         )
-        runtime = Runtime(
-            device=device,
-            dtype=dtype,
-            batch_size=1,
-            prefix_cache_gb=chosen.prefix_cache_gb,
-            attention=chosen.attention,
-        )
+        runtime = chosen.run(options.ENGINE_DEFAULTS, device=device, dtype=dtype)
         process.let_work_end()
-        found = run(model or str(demo.MODEL), asked, machine, runtime, output, restart, console)
+        found = run(model or str(demo.MODEL), asked, machine, runtime, output, restart=restart, console=console)
         show(found, model, output, results())
         if found.limits is not None and found.choice is None:
             raise typer.Exit(1)

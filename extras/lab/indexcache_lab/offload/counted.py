@@ -57,7 +57,7 @@ def misses(server: CalibrationServer, layers: Sequence[int], sizes: Sequence[int
 
 
 def misses_on(
-    engine: SglangEngine, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
+    engine: SglangEngine, pattern: Pattern, data: TokenSet, row: int, *, steps: int, sizes: Sequence[int]
 ) -> dict[int, list[int]]:
     """Count the tokens that SGLang's HiSparse would load while decoding the last `steps` tokens of a sequence.
 

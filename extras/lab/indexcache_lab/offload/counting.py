@@ -52,7 +52,7 @@ def count_misses(
         known = journal.matrix(name)
         if known is None:
             if isinstance(engine, SglangEngine):  # the server counts, since selections are large
-                found = misses_on(engine, pattern, data, row, steps, sizes)
+                found = misses_on(engine, pattern, data, row, steps=steps, sizes=sizes)
             else:
                 selected = engine.selections(pattern, data, row, steps)
                 found = {

@@ -28,27 +28,27 @@ from indexcache_lab.offload.counting import count_misses
 from indexcache_lab.offload.result import Buffer, Limits, OffloadResult, PlanChoice, PlanTraffic
 from indexcache_lab.offload.server import Server
 from indexcache_search import demo
-from indexcache_search.console import serving
+from indexcache_search.console import announce, bar, serving, warn
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Losses
 from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import measure
 from indexcache_search.eval.held_out import ComparisonSet
+from indexcache_search.eval.job import ComparisonData
 from indexcache_search.eval.measure import Compared
-from indexcache_search.eval.run import ComparisonData, Runtime
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.results.names import file_names, suffix, unique_names
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.searching.progress import announce, bar, warn
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.families import family_of
@@ -86,7 +86,14 @@ class PlanRequest:
 
 
 def run(
-    model: str, asked: PlanRequest, server: Server, runtime: Runtime, output: Path, restart: bool, console: Console
+    model: str,
+    asked: PlanRequest,
+    server: Server,
+    runtime: RunSettings,
+    output: Path,
+    *,
+    restart: bool,
+    console: Console,
 ) -> OffloadResult:
     """Count the traffic of decoding from host memory; write offload.json, offload.html and maybe pattern.yaml.
 
@@ -98,7 +105,7 @@ def run(
     reads = {"--model": [model], "--pattern": file_names(asked.patterns), "--evaluation": asked.data.sources}
     names = [*result.FILES, "pattern.yaml"]
     with outputs("indexcache-offload", output, output / "work", names, reads) as out, ExitStack() as stack:
-        found, file = _run(model, asked, server, runtime, out, restart, console, stack)
+        found, file = _run(model, asked, server, runtime, out, restart=restart, console=console, stack=stack)
         out.replace({**result.texts(found), **({} if file is None else {"pattern.yaml": file.dumps()})}, console)
     return found
 
@@ -107,8 +114,9 @@ def _run(
     model: str,
     asked: PlanRequest,
     server: Server,
-    runtime: Runtime,
+    runtime: RunSettings,
     out: Outputs,
+    *,
     restart: bool,
     console: Console,
     stack: ExitStack,
@@ -147,16 +155,8 @@ def _run(
         engine = SglangEngine(servers, description, notice=partial(warn, console))
         stack.callback(engine.close)
     else:
-        engine = TransformersEngine.load(
-            model,
-            runtime.device,
-            runtime.dtype,
-            1,
-            runtime.prefix_cache_gb,
-            runtime.attention,
-            fewest,
-            partial(announce, console),
-        )
+        run = replace(runtime, selection=fewest)
+        engine = TransformersEngine.load(model, **run.here, notice=partial(announce, console))
         attach_saved(engine)
         device = engine.torch_model.device
         if server.bandwidth is None and device.type == "cuda":

@@ -116,7 +116,7 @@ def _infllm(config: Mapping[str, Any], name: str) -> Selection:
         raise SearchError(f"{name}: config.json: sparse_config: {error}") from None
 
 
-def _number(config: Mapping[str, Any], key: str, name: str, least: int, most: int = _MOST, of: str = "") -> int:
+def _number(config: Mapping[str, Any], key: str, name: str, least: int, most: int = _MOST, *, of: str = "") -> int:
     value = config.get(key)
     if type(value) is not int or not least <= value <= most:
         raise _wrong(name, of + key, value, f"{least} to {most}")

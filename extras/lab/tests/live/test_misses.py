@@ -32,7 +32,7 @@ def test_misses_are_what_they_are_on_transformers(
     for pattern in (PATTERNS[0], PATTERNS[3]):
         for row in range(data.num_sequences):
             selected = reference.selections(pattern, data, row, steps)
-            found = misses_on(engine, pattern, data, row, steps, sizes)
+            found = misses_on(engine, pattern, data, row, steps=steps, sizes=sizes)
             assert sorted(found) == list(pattern.full_layers)
             for layer, counts in found.items():
                 rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer][0])]

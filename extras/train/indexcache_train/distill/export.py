@@ -28,7 +28,7 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def export(
-    model: Any, weights: Mapping[str, Tensor], origin: Path, pattern: Pattern, folder: Path, keep_shared: bool
+    model: Any, weights: Mapping[str, Tensor], origin: Path, pattern: Pattern, folder: Path, *, keep_shared: bool
 ) -> None:
     """Fill `folder` with the trained model.
 

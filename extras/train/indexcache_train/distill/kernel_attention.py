@@ -30,6 +30,7 @@ def attend_and_compare(
     key: Tensor,
     ranges: Tensor,
     scale: float,
+    *,
     vectors: Vectors,
     indices: Tensor | None,
     backend: Backend,
@@ -58,7 +59,7 @@ def attend_and_compare(
     index_q, index_k, weights = (item.flatten(0, 1) for item in vectors)
     starts, ends = (ranges[:, 0] + first_keys(key[:, 0])).flatten(0, 1).unbind(dim=1)
 
-    def divergence(
+    def divergence(  # noqa: PLR0917
         part: slice, index: Vectors, absorbed: Tensor, keys: Tensor, lse: Tensor, chosen: Tensor | None
     ) -> Tensor:
         given = (absorbed.detach(), keys.detach(), lse.detach(), scale)

@@ -251,11 +251,11 @@ class Distillation:
                 key,
                 ranges,
                 scale,
-                self._vectors[source],
-                indices,
-                self.kernels,
-                compare,
-                self._block_mask,
+                vectors=self._vectors[source],
+                indices=indices,
+                backend=self.kernels,
+                compare=compare,
+                mask=self._block_mask,
             )
         else:
             visible = visible_keys(key.shape[2], ranges[:, 0, :, 0], ranges[:, 0, :, 1], indices)

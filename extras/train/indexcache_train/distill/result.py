@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Losses
 from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.losses import Losses
 from indexcache_train.distill.settings import TrainingSettings
 from sglang_indexcache import ModelLayers
 

@@ -43,6 +43,7 @@ def run(
     settings: DistillSettings,
     runtime: TrainingRuntime,
     folders: Folders,
+    *,
     console: Console,
     start: DenseStart | None = None,
 ) -> tuple[Mapping[str, Any], list[Path]]:
@@ -63,7 +64,7 @@ def run(
         start = start.made_for(settings.pattern)
         description, config = start.description, start.pretrained_config
         locked = description.locked
-    _check_model(model, description, config, data, settings, runtime, locked)
+    _check_model(model, description, config, data, settings, runtime=runtime, locked=locked)
     check_source(model)
     with ExitStack() as stack:
         processes = stack.enter_context(joined(runtime.device, runtime.dtype))
@@ -80,7 +81,17 @@ def run(
             also["indexers"] = start.as_dict()
         run = stack.enter_context(
             session(
-                model, description, data, settings, settings.steps, runtime, folders, console, processes, also, STAGES
+                model,
+                description,
+                data,
+                settings,
+                settings.steps,
+                runtime=runtime,
+                paths=folders,
+                console=console,
+                processes=processes,
+                also=also,
+                names=STAGES,
             )
         )
         done, base, origin = run.done, model, run.files.folder
@@ -110,8 +121,8 @@ def run(
                 settings,
                 stage,
                 run.train,
-                run.held_out,
-                "auto" if attention == "kernels" else None,
+                held_out=run.held_out,
+                kernels="auto" if attention == "kernels" else None,
             )
             if not done and start is not None:
                 run.loop.report({"step": 0, "stage": "original", "dense": True, **task.evaluate(dense=True)})
@@ -129,7 +140,14 @@ def run(
                 if start is not None and stage == stages[-1]:
                     weights = with_sources(task.model, weights, pattern)
                 with run.folders.exported(result) as unfinished:
-                    export(task.model, weights, folders.warmed_up if first else origin, pattern, unfinished, keep)
+                    export(
+                        task.model,
+                        weights,
+                        folders.warmed_up if first else origin,
+                        pattern,
+                        unfinished,
+                        keep_shared=keep,
+                    )
             processes.wait()
             done = max(done, last)
             del loaded, task, weights
@@ -175,6 +193,7 @@ def _check_model(
     config: PreTrainedConfig,
     data: TrainingData,
     settings: DistillSettings,
+    *,
     runtime: TrainingRuntime,
     locked: Collection[int],
 ) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 from rich.console import Console
 
 from indexcache_search.data.packing import Wish
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model, read_config, set_quiet
-from indexcache_search.searching import run as searching
+from indexcache_search.searching.job import Files, SearchData, SearchJob
+from indexcache_search.searching.run import run as search
 from indexcache_search.searching.settings import Settings
 from indexcache_train.distill import run as training
 from indexcache_train.distill.dense_mla import DenseStart
@@ -44,6 +46,7 @@ def run(
     settings: DistillSettings,
     retention: Fraction,
     runtime: TrainingRuntime,
+    *,
     folders: Folders,
     console: Console,
     start: DenseStart | None = None,
@@ -81,12 +84,12 @@ def run(
         every = replace(settings, pattern=Pattern.full(description.num_layers))
         first = replace(folders, output=folders.output / ALL_LAYERS)
         with error_context("training with indexers in all layers"):
-            training.run(model, data, every, runtime, first, console, start)
+            training.run(model, data, every, runtime, first, console=console, start=start)
         base = str(first.model)
     with error_context("searching a pattern"):
-        found = searching.run(
-            base,
-            searching.SearchData(
+        job = SearchJob(
+            model=base,
+            data=SearchData(
                 calibration=data.training,
                 evaluation=data.evaluation,
                 seq_len=data.seq_len,
@@ -95,22 +98,21 @@ def run(
                 seed=settings.seed,
                 rows=data.rows,
             ),
-            searching.EngineSettings(
-                engine="transformers",
+            run=RunSettings(
                 device=runtime.device,
                 dtype=dtype,
                 batch_size=settings.micro_batch_size,
-                prefix_cache_gb=2.0,
-                attention=runtime.attention,
+                own={"attention": runtime.attention},
             ),
-            goal,
-            searching.Files(
+            settings=goal,
+            files=Files(
                 folder=folders.output / SEARCH,
                 work_dir=folders.output / SEARCH / "work",
                 restart=folders.restart,
             ),
-            console,
+            console=console,
         )
+        found = search(job)
     pattern = found.pattern_file.as_pattern()
     with error_context("training with the pattern found"):
-        return training.run(base, data, replace(settings, pattern=pattern), runtime, last, console)
+        return training.run(base, data, replace(settings, pattern=pattern), runtime, last, console=console)

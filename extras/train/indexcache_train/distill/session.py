@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
+from indexcache_search.console import bar
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
-from indexcache_search.searching.progress import bar
 from indexcache_train.distill.result import collect
 from indexcache_train.distill.settings import TrainingRuntime, TrainingSettings
 from indexcache_train.training.checkpoints import Checkpoints
@@ -100,6 +100,7 @@ def session(
     data: TrainingData,
     settings: TrainingSettings,
     steps: int,
+    *,
     runtime: TrainingRuntime,
     paths: Folders,
     console: Console,
@@ -129,7 +130,14 @@ def session(
     }
     with held_folders(paths, data, identity, processes) as folders:
         train, held_out = training_sets(
-            model, description, data, folders.identity, settings.seed, paths, processes, console
+            model,
+            description,
+            data,
+            folders.identity,
+            settings.seed,
+            folders=paths,
+            processes=processes,
+            console=console,
         )
         checkpoints = Checkpoints(paths.work / "checkpoints", processes)
         done = checkpoints.latest()

@@ -44,6 +44,7 @@ class StageTask(Task):
         settings: DistillSettings,
         stage: Stage,
         train: TokenSet,
+        *,
         held_out: TokenSet,
         kernels: Backend | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class StageTask(Task):
             **({} if self.stage == "warmup" else {"loss": loss}),
             "kl": kl,
             "kl_layers": dict(zip(map(str, layers), by_layer, strict=True)),
-            **take_step(self.optimizer, name, measured, "indexers", settings.max_norm, factor),
+            **take_step(self.optimizer, name, measured, "indexers", settings.max_norm, factor=factor),
         }
 
     def _forward(self, distillation: Distillation, rows: NDArray[np.int64], data: TokenSet) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,13 @@ def adamw(
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, name: str, measured: Mapping[str, float], own: str, max_norm: float, factor: float
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    measured: Mapping[str, float],
+    own: str,
+    max_norm: float,
+    *,
+    factor: float,
 ) -> dict[str, float]:
     """Clip the gradients of both kinds separately, take a step, and clear the gradients.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from indexcache_search.searching.progress import announce
+from indexcache_search.console import announce
 
 
 class TrainingProgress:

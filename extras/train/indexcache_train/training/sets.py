@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from indexcache_search import demo
+from indexcache_search.console import warn
 from indexcache_search.data import dry_run
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
@@ -19,7 +20,6 @@ from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
-from indexcache_search.searching.progress import warn
 from indexcache_train.training.processes import Processes
 from indexcache_train.training.settings import Folders
 from sglang_indexcache import ModelLayers
@@ -57,6 +57,7 @@ def training_sets(
     data: TrainingData,
     identity: Mapping[str, Any],
     seed: int,
+    *,
     folders: Folders,
     processes: Processes,
     console: Console,

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter
 
+from indexcache_search.engines.timed_request import send
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.speed.request import send
 from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import Variant

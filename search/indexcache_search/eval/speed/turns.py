@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.eval.speed.request import OPENING, Burst
+from indexcache_search.engines.timed_request import OPENING, Burst
 from indexcache_search.results.held_out import GainResult, SpeedRow, Spread
 from indexcache_search.results.variant import Variant
 

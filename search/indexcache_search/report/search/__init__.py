@@ -9,9 +9,8 @@ from indexcache_search.report.points import Point, estimated
 from indexcache_search.report.search.figures import heat_map_figure, loss_figure
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
-from indexcache_search.results.variant import NAMED
+from indexcache_search.results.variant import NAMED, own_names
 from indexcache_search.results.words import serving_flags, words_of
-from indexcache_search.searching.comparison import own_names
 from sglang_indexcache import Pattern
 
 

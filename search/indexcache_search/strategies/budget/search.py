@@ -94,8 +94,8 @@ def _full(fit: BudgetFit) -> str:
 
 
 def _plan_of(goal: Goal) -> TimeGoal:
-    assert isinstance(goal.plan, TimeGoal)
-    return goal.plan
+    assert isinstance(goal.budget, TimeGoal)
+    return goal.budget
 
 
 def _promising(fits: Sequence[BudgetFit], judge: Judge) -> dict[Pattern, float]:

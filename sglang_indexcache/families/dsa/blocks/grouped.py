@@ -190,7 +190,7 @@ class FlashMLA:
         self._kernel = kernel
         self._lengths: dict[int, Tensor] = {}
 
-    def __call__(
+    def __call__(  # noqa: PLR0917
         self, q: Tensor, kv: Tensor, keys: Tensor, scale: float, count: int, v_dim: int
     ) -> tuple[Tensor, Tensor]:
         """See `indexcache_kernels.grouped_attention.Attend`; rows are padded to what the kernel works on."""

@@ -60,6 +60,7 @@ class IndexerLoss(Distillation):
         stage: Stage,
         loss: Loss = "multi",
         kernels: Backend | None = None,
+        *,
         group: Any = None,
     ) -> None:
         super().__init__(model, pattern, stage, loss, kernels)

@@ -67,6 +67,7 @@ class IndexerLoss:
         stage: Stage,
         loss: Loss = "multi",
         group: Any = None,
+        *,
         backend: Backend = "auto",
     ) -> None:
         found: list[Any] = [module for module in model.modules() if type(module).__name__ == _ATTENTION]
@@ -105,7 +106,7 @@ class IndexerLoss:
             self._vectors.clear()
             self._indices.clear()
 
-    def _forward(
+    def _forward(  # noqa: PLR0917
         self,
         layer: int,
         attention: Any,
