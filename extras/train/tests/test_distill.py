@@ -438,7 +438,7 @@ def checked(self, *given):
 
 
 model.Distillation.__call__ = checked
-distill()
+main()
 """
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from indexcache_dense.family.backends import BACKENDS, make_backend_class
 from indexcache_dense.family.keys import WINDOW_KEYS
 from indexcache_dense.reuse import NO_MEMORY
-from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection, selection_in
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
@@ -55,7 +55,7 @@ CAPTURED = "indexcache_captured"
 
 def _keeps(pattern: Pattern) -> bool:
     """Return whether selecting layers keep something of requests from pass to pass."""
-    chosen = pattern.selection
+    chosen = selection_in(pattern)
     return chosen is not None and (chosen.score in OWN_SCORES or chosen.steps != NO_MEMORY)
 
 
@@ -117,7 +117,7 @@ class DenseGqaSglang(SglangAdapter):
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """See `SglangAdapter.refused_with`: who keeps something of requests must see their prompts."""
-        chosen = pattern.selection
+        chosen = selection_in(pattern)
         if chosen is None or not _keeps(pattern):
             return
         what = f"score {chosen.score}" if chosen.score in OWN_SCORES else f"steps {chosen.steps}"
@@ -142,7 +142,7 @@ class DenseGqaSglang(SglangAdapter):
                 raise SpellingError(
                     f"{FLAG}: {key} changes which layers there are; expected a file made for that model"
                 )
-        chosen = pattern.selection
+        chosen = selection_in(pattern)
         if chosen is None:
             return dict(overrides)
         if chosen.heads != JOINT:
@@ -163,7 +163,7 @@ class DenseGqaSglang(SglangAdapter):
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.loaded`."""
-        chosen = pattern.selection
+        chosen = selection_in(pattern)
         assert chosen is not None
         self._check_layers(runner.model)
         if runner.model_config.context_len <= chosen.tokens:
@@ -286,12 +286,13 @@ class DenseGqaSglang(SglangAdapter):
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.switch`."""
-        assert pattern.selection is not None
+        chosen = selection_in(pattern)
+        assert chosen is not None
         for layer, module in self.modules(runner.model):
             above = pattern.roles[layer + 1 : layer + 2]
             letter = pattern.roles[layer : layer + 1]
             chooses = letter == FULL or (letter != SHARED and above == SHARED)
-            setattr(module, _ROLE, LayerRole(letter, chooses, pattern.selection))
+            setattr(module, _ROLE, LayerRole(letter, chooses, chosen))
 
     def configured(self, runner: Any) -> str:
         """See `SglangAdapter.configured`."""
