@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_indexcache.families import FAMILIES
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
+from sglang_indexcache.families.dsa.sglang import by_configuration
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run
@@ -36,8 +37,8 @@ def family_features() -> tuple[Feature, ...]:
     """List the features of the families beside `FEATURES`, each once."""
     features: list[Feature | None] = []
     for served in (family.sglang for family in FAMILIES):
-        blocks = with_blocks(served)
-        features += [served.serving, served.pipeline, served.rule]
+        configured, blocks = by_configuration(served), with_blocks(served)
+        features += [served.serving, served.pipeline, None if configured is None else configured.rule]
         features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
         features += [served.selection_capture, *served.variants]
     return tuple(dict.fromkeys(item for item in features if item is not None))

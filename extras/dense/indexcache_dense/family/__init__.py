@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from indexcache_dense.family import read_sources
 from indexcache_dense.family.checkpoint import DenseGqaCheckpoint
 from indexcache_dense.family.sglang import DenseGqaSglang
 from sglang_indexcache.families.base import Family, TransformersAdapter
+from sglang_indexcache.sglang.read_sources import READ
 
 
 class DenseGqaTransformers(TransformersAdapter):
@@ -23,5 +25,6 @@ class DenseGqaTransformers(TransformersAdapter):
         return [None] * len(model.model.layers)
 
 
+READ.update(read_sources.READ)
 _CHECKPOINT = DenseGqaCheckpoint()
 DENSE_GQA = Family("dense_gqa", _CHECKPOINT, DenseGqaSglang(_CHECKPOINT), DenseGqaTransformers())
