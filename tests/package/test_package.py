@@ -87,6 +87,13 @@ def test_a_base_install_says_what_a_command_needs(command: str, module: str, fun
     assert (result.returncode, result.stderr) == (2, line)
 
 
+def test_the_watch_says_what_its_metrics_need(tmp_path: Path) -> None:
+    words = "--served http://127.0.0.1:1 --reference http://127.0.0.1:2 --port 9 --requests".split()
+    result = without({"prometheus_client"}, "import indexcache_watch.__main__ as m; m.main()", *words, str(tmp_path))
+    line = "indexcache-watch: prometheus_client is not installed; expected: pip install 'sglang-indexcache[watch]'\n"
+    assert (result.returncode, result.stderr) == (2, line)
+
+
 def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
     launch = "from sglang_indexcache.launch_server import main; main(sys.argv[1:])"
     result = without(NOT_BASE - {"sglang"}, launch, "--indexcache-pattern", "FS")
