@@ -184,39 +184,46 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     subprocess.run(build, check=True, capture_output=True, timeout=600)
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "build/"))]
+    assert not [
+        name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "extras/", "build/"))
+    ]
     for name in (
         "sglang_indexcache/py.typed",
         "indexcache_kernels/py.typed",
         "sglang_indexcache/pattern_file.schema.json",
         "sglang_indexcache/pattern_file/published/glm-5-half.yaml",
         "sglang_indexcache/pattern_file/published/glm-5-quarter.yaml",
-        "indexcache_search/search/model_card.md",
+        "indexcache_search/searching/model_card.md",
         "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",
-        "indexcache_search/lab/offload/page.html",
-        "indexcache_search/prices/tables/glm-5-tp8.json",
+        "indexcache_lab/offload/page.html",
+        "indexcache_search/strategies/budget/tables/glm-5-tp8.json",
     ):
         assert name in names
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--seq-len", "96"]
-    command = [sys.executable, "-P", ROOT / "examples" / "search_demo.py", *quick]
+    command = [sys.executable, "-P", ROOT / "examples" / "search_apply_compare.py", "out", "6"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert found.stdout.startswith(str(site))
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
-    assert "15 of 16 layers run their indexer" in result.stdout
+    assert "4 of 16 layers run their indexer" in result.stdout
     assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
     assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
+    assert (tmp_path / "out" / "compared.svg").stat().st_size > 5_000
 
 
 def test_what_docs_import_is_there() -> None:
     lines = []
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md")):
+    for page in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("kernels/**/*.md"),
+        *ROOT.glob("extras/**/*.md"),
+    ):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             lines += [
                 (page.name, line) for line in block.splitlines() if re.match(r"(from|import) \w*indexcache", line)
