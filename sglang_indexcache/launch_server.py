@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_indexcache import __version__, process
+from sglang_indexcache import process
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import (
     ADMIN_KEY_VARIABLE,
@@ -56,6 +56,7 @@ from sglang_indexcache.serving.judge import Judgement, family_in, judge
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.version import version
 
 PATTERN_FLAG = "--indexcache-pattern"
 ALLOW_FLAG = "--indexcache-allow-config-mismatch"
@@ -218,7 +219,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
     if "--version" in arguments:  # SGLang has no such flag
-        sys.stdout.write(f"sglang-indexcache {__version__}\n")
+        sys.stdout.write(f"sglang-indexcache {version()}\n")
         return
     try:
         rest = prepare(arguments)
