@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from sglang_indexcache.io.errors import IndexCacheError
     from sglang_indexcache.model.layers import ModelLayers
     from sglang_indexcache.pattern import Pattern
+
+    __version__: str
     from sglang_indexcache.pattern_file.file import PatternFile
 
 __all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
-
-__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "IndexCacheError": "io.errors",
@@ -27,6 +27,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use: SGLang loads the plugin from here, and logs imports that fail."""
+    if name == "__version__":  # a tree between releases asks git
+        return import_module(f"{__name__}.version").version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from sglang_indexcache import __version__, process
+from sglang_indexcache import process
 from sglang_indexcache.checkpoint import override
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
@@ -37,6 +37,7 @@ from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
+from sglang_indexcache.version import version
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--known", action="store_true", help="list the patterns that others published")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")

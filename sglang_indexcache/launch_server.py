@@ -31,7 +31,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_indexcache import __version__, process
+from sglang_indexcache import process
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import (
     ADMIN_KEY_VARIABLE,
@@ -47,6 +47,7 @@ from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, spl
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.version import version
 
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
@@ -137,7 +138,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
     if "--version" in arguments:  # SGLang has no such flag
-        sys.stdout.write(f"sglang-indexcache {__version__}\n")
+        sys.stdout.write(f"sglang-indexcache {version()}\n")
         return
     try:
         rest = prepare(arguments)

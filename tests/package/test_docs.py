@@ -19,9 +19,9 @@ from indexcache_dense.reuse import POLICIES
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import strategies as known_strategies
 from scripts.tools import pictures, site
-from sglang_indexcache import __version__
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.sglang.options import parser_of, versions
+from sglang_indexcache.version import RELEASE, version
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -154,7 +154,7 @@ def test_the_kernels_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_the_version_has_notes_and_says_whether_it_is_released() -> None:
     """A commit between releases is no release: its files and `/server_info` must not say that they are of one."""
-    release, _, development = __version__.partition(".dev")
+    release, _, development = version().partition(".dev")
     notes = re.search(rf"^## \[{re.escape(release)}\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert notes is not None
     assert (notes[1] == "unreleased") == bool(development)
@@ -163,7 +163,7 @@ def test_the_version_has_notes_and_says_whether_it_is_released() -> None:
 def test_the_citation_is_one() -> None:
     """What the schema of the Citation File Format 1.2.0 asks for; GitHub shows nothing of a file that is not YAML."""
     content = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert content["cff-version"] == "1.2.0" and content["type"] == "software" and content["version"] == __version__
+    assert content["cff-version"] == "1.2.0" and content["type"] == "software" and content["version"] == RELEASE
     assert all(isinstance(content[key], str) and content[key] for key in ("message", "title"))
     references = content["references"]
     assert all({"type", "title", "authors"} <= set(item) for item in references)

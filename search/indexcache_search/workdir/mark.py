@@ -12,11 +12,11 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from indexcache_search.errors import FolderError
-from sglang_indexcache import __version__
 from sglang_indexcache.io.atomic import read_regular, write_atomically
 from sglang_indexcache.io.digest import opened
 from sglang_indexcache.io.errors import FileError
 from sglang_indexcache.pattern_file.result_folder import MARK
+from sglang_indexcache.version import version
 
 Holds = Literal["files", "model", "work", "events"]
 """`files`: the files it names. `model`: the same, written as a whole. `work`, `events`: files of a training run."""
@@ -40,7 +40,7 @@ class Mark(BaseModel):
 
     schema_: Literal["indexcache-run/v1"] = Field(default="indexcache-run/v1", alias="schema")
     command: str
-    version: str = __version__
+    version: str = Field(default_factory=version)
     created: str = Field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     holds: Holds
     files: dict[str, list[str] | None]

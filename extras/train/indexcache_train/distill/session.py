@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+import sglang_indexcache
 from indexcache_search.console import bar
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation.identity import today
@@ -26,7 +27,7 @@ from indexcache_train.training.processes import Processes
 from indexcache_train.training.progress import TrainingProgress
 from indexcache_train.training.sets import TrainingData, training_sets
 from indexcache_train.training.settings import Folders
-from sglang_indexcache import ModelLayers, __version__
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import describe
 from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
 from sglang_indexcache.pattern_file.file import ModelSection, PatternFile
@@ -77,7 +78,10 @@ class Session:
         """
         if self.log is None:
             return {}
-        versions = {"sglang_indexcache": __version__, **{name: version(name) for name in ("torch", "transformers")}}
+        versions = {
+            "sglang_indexcache": sglang_indexcache.__version__,
+            **{name: version(name) for name in ("torch", "transformers")},
+        }
         metrics = collect(self.log.records, self.held_out, description, settings, versions)
         config = json.loads((self.folders.paths.model / "config.json").read_text())
         file = PatternFile(
