@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -22,10 +22,17 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
 from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.families.base import Family
 from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE
+from sglang_indexcache.io.errors import IndexCacheError, PatternError
+from sglang_indexcache.io.refusal import (
+    CALIBRATE_VARIABLE,
+    GROUPING_VARIABLE,
+    PATTERN_VARIABLE,
+    SHARD_VARIABLE,
+    UNREAD_VARIABLE,
+)
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import known
 from sglang_indexcache.pattern_file.result_folder import ResultFolder
@@ -33,6 +40,7 @@ from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec, spells_let
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.serving.preflight import replacing, unread
 from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings, split_text
 from sglang_indexcache.sglang.overrides import FLAG
@@ -209,16 +217,23 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
         _check_launch(options, spec, pattern, result, text)
+    elif options.model is not None:
+        lines = _unread(options, pattern, Checkpoint.read(options.model).family, Asked(), {})
+        result["problems"] += lines
+        text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+
+
+def _source(options: argparse.Namespace) -> SglangSource | None:
+    return SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
 
 
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
     ours, rest = split_arguments(words)
-    installed = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
-    return variables, ours, Readings.of(rest, installed)
+    return variables, ours, Readings.of(rest, _source(options))
 
 
 def _check_launch(
@@ -231,21 +246,36 @@ def _check_launch(
         family = Checkpoint.read(options.model).family
     shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
     served = ours.pattern or variables.get(PATTERN_VARIABLE)
-    found = judge(pattern, family, readings, shard, variables)
+    found = judge(pattern, family, readings, shard=shard, variables=variables, source=_source(options))
     problems = found.problems
-    if ours.calibrate:
+    if ours.calibrate or variables.get(CALIBRATE_VARIABLE) == "1":
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
         readings.lines[-1], pattern, family, file=spec.file, model=options.model, unpacked=options.sglang
     )
-    problems += wrong
+    problems += [*wrong, *_unread(options, pattern, family, ours, variables)]
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
     result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
     text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
+
+
+def _unread(
+    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Asked, variables: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
+    source, on = _source(options), {name for name, value in variables.items() if value == "1"}
+    if source is None or ours.allow_unread or UNREAD_VARIABLE in on:
+        return []
+    shard, group = ours.shard or SHARD_VARIABLE in on, not (ours.ungrouped or GROUPING_VARIABLE in on)
+    try:
+        features = replacing(pattern, family, shard=shard, group=group)
+    except PatternError:  # no server has such layers, which was said
+        return []
+    return list(unread(source, (item for item in features if source.refusal(item) is None)))
 
 
 def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:

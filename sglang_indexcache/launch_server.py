@@ -84,7 +84,7 @@ def tell(spec: PatternSpec, asked: Asked, rest: Sequence[str]) -> None:
         model = readings.lines[-1].model_path
         if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
             ModelName.parse(model)  # says what is wrong
-        found = judge(pattern, family_in(spec, model), readings, shard, variables)
+        found = judge(pattern, family_in(spec, model), readings, shard=shard, variables=variables, source=source)
         for verdict in found.verdicts:
             if verdict.state == REFUSED:
                 raise LaunchError(verdict.why)

@@ -23,9 +23,9 @@ def main() -> None:
         print(need.target)
         for source in sources:
             text = source.definition(need)
-            if text is not None:
-                known = READ.get(need.target, {})
-                print(f"    {source.version:<12} {digest(text)} {'read' if digest(text) in known else 'NOT READ'}")
+            found = digest(text or "")
+            read = "read" if found in READ.get(need.target, {}) else "NOT READ"
+            print(f"    {source.version:<12} {found} {read}" + (", and not there" if text is None else ""))
 
 
 if __name__ == "__main__":

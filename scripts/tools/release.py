@@ -33,7 +33,7 @@ MUST_HOLD = (  # files of each package without which its commands don't run
 
 
 def troubles(release: str, today: str) -> list[str]:
-    """What stands in the way of a release, a line each."""
+    """Return what stands in the way of a release, a line each."""
     found = []
     if release != RELEASE:
         found.append(f"sglang_indexcache/version.py: RELEASE is {RELEASE}, expected {release}")

@@ -19,7 +19,7 @@ from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.held_out import ComparisonResult, SearchResult
 from indexcache_search.searching.job import Files, SearchData, SearchJob
 from indexcache_search.searching.settings import BLOCKS, Budget, Settings
-from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, STRATEGIES, strategy_of
+from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.http.address import Address
@@ -96,8 +96,8 @@ def search(
     """
     from indexcache_search.searching.run import run as run_job
 
-    if strategy not in STRATEGIES:
-        raise SearchError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    if strategy not in strategies():
+        raise SearchError(f"strategy is {strategy!r}, expected one of {', '.join(strategies())}")
     try:
         chooser = strategy_of(strategy, in_time=prefill is not None, **(strategy_settings or {}))
     except TypeError as error:

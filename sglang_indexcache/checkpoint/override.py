@@ -14,7 +14,6 @@ from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
 from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
     FREQ_KEY,
-    NESTED,
     OFFSET_KEY,
     SHARING_KEYS,
     TYPES_KEY,
@@ -27,7 +26,7 @@ from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
+from sglang_indexcache.sglang.overrides import FLAG, PARTS, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 _NEXTN_KEY = "num_nextn_predict_layers"
@@ -72,7 +71,7 @@ class Alone:
 
 def says_roles(overrides: Mapping[str, Any]) -> bool:
     """Return whether overrides have a key, by itself or within that of a text model, that says which layers share."""
-    inner = (overrides.get(outer) for outer in NESTED)
+    inner = (overrides.get(outer) for outer in PARTS)
     return any(
         key in given for given in (overrides, *inner) if isinstance(given, Mapping) for key in (*SHARING_KEYS, CLI_KEY)
     )

@@ -30,12 +30,13 @@ from sglang_indexcache.serving.combinations import (
     drafts_of,
 )
 from sglang_indexcache.serving.counted import kinds_of
-from sglang_indexcache.serving.preflight import flag, refusals_of
+from sglang_indexcache.serving.preflight import flag, refusals_of, storage_refusals
 from sglang_indexcache.sglang import variables as environment
 from sglang_indexcache.sglang.harmless import HARMLESS
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.meaning import SOURCES, Meaning
 from sglang_indexcache.sglang.options import versions
+from sglang_indexcache.sglang.probes import SglangSource
 
 _FIRST = (REFUSED, UNJUDGED)
 _QUIET_LEVELS = ("warning", "warn", "error", "critical", "fatal")
@@ -72,8 +73,10 @@ def judge(
     pattern: Pattern,
     family: Family,
     readings: Readings,
+    *,
     shard: bool = False,
     variables: Mapping[str, str] | None = None,
+    source: SglangSource | None = None,
 ) -> Judgement:
     """Judge a launch line, as each SGLang that it may be meant for reads it.
 
@@ -83,10 +86,11 @@ def judge(
         readings: of the launch line.
         shard: whether indexers are shared out.
         variables: environment variables of the server.
+        source: the SGLang at hand, which says what keys of HiCache storage are made of; `None` without one.
     """
     read_by: dict[Verdict, list[str]] = {}
     for line in readings.lines:
-        for verdict in verdicts(pattern, family, line, shard, variables):
+        for verdict in verdicts(pattern, family, line, shard=shard, variables=variables, source=source):
             read_by.setdefault(verdict, []).append(line.version)
     every = [line.version for line in readings.lines]
     found = []
@@ -99,7 +103,13 @@ def judge(
 
 
 def verdicts(
-    pattern: Pattern, family: Family, arguments: Any, shard: bool = False, variables: Mapping[str, str] | None = None
+    pattern: Pattern,
+    family: Family,
+    arguments: Any,
+    *,
+    shard: bool = False,
+    variables: Mapping[str, str] | None = None,
+    source: SglangSource | None = None,
 ) -> Iterator[Verdict]:
     """Yield what is known of all that a launch asks for, the refused first; nothing given is left out.
 
@@ -109,10 +119,13 @@ def verdicts(
         arguments: SGLang's server arguments, or a launch line.
         shard: whether indexers are shared out.
         variables: environment variables of the server.
+        source: the SGLang at hand, see `judge`.
     """
     meant, variables = Meaning(arguments), variables or {}
     line = arguments if isinstance(arguments, LaunchLine) else LaunchLine()
     refused = dict(refusals_of(pattern, family, meant, shard, variables))
+    if source is not None and not (pattern.is_full and not shard):
+        refused |= dict(storage_refusals(source, arguments))
     if line.use_ray:
         refused["--use-ray"] = "--use-ray can't be combined with a pattern: Ray actors of SGLang load no plugins"
     for name, why in refused.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
@@ -83,6 +83,49 @@ def refusals_of(
     stages = getattr(arguments, "pp_size", None) or 1
     if stages > 1 and adapter.pipeline is None:
         yield "--pp-size", f"--pp-size {stages} can't be combined with a pattern on {family.name}"
+
+
+def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str, str]]:
+    """Yield the flag of HiCache storage whose keys would not show a pattern in this SGLang, and why.
+
+    Args:
+        source: the installed SGLang, or an unpacked one.
+        arguments: SGLang's server arguments, or a launch line.
+    """
+    backend = getattr(arguments, "hicache_storage_backend", None)
+    if not backend:
+        return
+    extra = getattr(arguments, "hicache_storage_backend_extra_config", None)
+    problem = source.refusal(probes.CACHE_KEYS) or unmarked(source, backend, extra)
+    if problem is not None:
+        given = "--hicache-storage-backend"
+        yield given, f"{given} {backend} can't be combined with a pattern: {problem}"
+
+
+def replacing(pattern: Pattern, family: Family, *, shard: bool, group: bool) -> tuple[Feature, ...]:
+    """Return the features that a pattern needs on a family, and that may replace methods of SGLang.
+
+    Args:
+        pattern: the pattern to serve.
+        family: the model's family.
+        shard: whether indexers are shared out.
+        group: whether queries of a block are attended from together, where that can be done.
+    """
+    adapter, blocks = family.sglang, with_blocks(family.sglang)
+    found = [] if pattern.is_full else [adapter.serving]
+    found += adapter.needed(pattern)
+    if blocks is not None:
+        found += [blocks.sharding] if shard else []
+        found += [blocks.grouping] if pattern.indexers and group else []
+    return tuple(found)
+
+
+def unread(source: SglangSource, features: Iterable[Feature]) -> Iterator[str]:
+    """Yield a line for each feature that replaces a method whose source in this SGLang is none that was read."""
+    for feature in features:
+        line = source.unread(feature)
+        if line is not None:
+            yield f"{line}; expected one of those, or {UNREAD_FLAG}"
 
 
 class EnginePlan(ABC):
@@ -168,10 +211,8 @@ class EnginePlan(ABC):
         Raises:
             IndexCacheError: naming the function.
         """
-        for feature in () if self.allow_unread else features:
-            unread = self.sglang.unread(feature)
-            if unread is not None:
-                raise self.error(f"{unread}; expected one of those, or {UNREAD_FLAG}")
+        for line in () if self.allow_unread else unread(self.sglang, features):
+            raise self.error(line)
 
     def refuse(self, refused: Mapping[str, str], server_args: Any) -> None:
         """Refuse flags that are among `refused`: attributes of SGLang's server arguments, and why.
@@ -216,13 +257,8 @@ class Preflight(EnginePlan):
             raise PreflightError(line)
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
-        if getattr(server_args, "hicache_storage_backend", None):
-            given = f"--hicache-storage-backend {server_args.hicache_storage_backend}"
-            self.require(probes.CACHE_KEYS, given)
-            extra = getattr(server_args, "hicache_storage_backend_extra_config", None)
-            problem = unmarked(self.sglang, server_args.hicache_storage_backend, extra)
-            if problem is not None:
-                raise PreflightError(f"{given} can't be combined with {self.subject}: {problem}")
+        for _, line in storage_refusals(self.sglang, server_args):
+            raise PreflightError(line)
 
     def family_at(self, model: str) -> Family:
         """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""
@@ -244,7 +280,7 @@ class Preflight(EnginePlan):
                 if blocks is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
                 self.require(blocks.sharding, SHARD_FLAG)
-            self.require_read(*self._replacing(family))
+            self.require_read(*replacing(self.pattern, family, shard=self.shard, group=self.group))
             self._families[model] = family
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position
@@ -255,13 +291,3 @@ class Preflight(EnginePlan):
             if trouble.certain:
                 raise PreflightError(trouble.line)
             logger.warning("indexcache: %s", trouble.line)
-
-    def _replacing(self, family: Family) -> tuple[Feature, ...]:
-        """Return the features that the pattern needs on this family, and that may replace methods of SGLang."""
-        adapter, blocks = family.sglang, with_blocks(family.sglang)
-        found = [] if self.pattern.is_full else [adapter.serving]
-        found += adapter.needed(self.pattern)
-        if blocks is not None:
-            found += [blocks.sharding] if self.shard else []
-            found += [blocks.grouping] if self.pattern.indexers and self.group else []
-        return tuple(found)

@@ -28,6 +28,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.hooks import refusing
+from sglang_indexcache.sglang.meaning import Meaning, data_parallel_ranks
 from sglang_indexcache.sglang.requested import KEY, amend, request_of
 
 _REFUSED = "refused"  # file in the folder
@@ -136,8 +137,8 @@ def kill(
 def _check_node(plan: EnginePlan, server_args: Any, launched: Any, folder: Path) -> None:
     left = [read_json_object(path, _LIMIT) for path in sorted(folder.glob("*.json"))]
     sent = [info.get(KEY) for info in getattr(launched, "scheduler_infos", ())]
-    replicas = int(getattr(server_args, "dp_size", 1) or 1)
-    check(plan.pattern, sent, left, replicas, bool(getattr(server_args, "enable_dp_attention", False)))
+    together = bool(Meaning(server_args).enable_dp_attention)
+    check(plan.pattern, sent, left, data_parallel_ranks(server_args), together)
 
 
 def check(

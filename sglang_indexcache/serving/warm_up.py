@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang.hooks import Hooks, bound_to
+from sglang_indexcache.sglang.meaning import data_parallel_ranks
 from sglang_indexcache.sglang.probes import WARM_UP
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _send(selects_after: int, server_args: Any) -> None:
                 selects_after,
             )
             return
-        for body in bodies(length, int(getattr(server_args, "dp_size", 1) or 1), mode != "null"):
+        for body in bodies(length, data_parallel_ranks(server_args), mode != "null"):
             seconds = float(os.environ.get("SGLANG_WARMUP_TIMEOUT") or -1)
             reply = session.post(f"{url}/generate", json=body, timeout=seconds if seconds > 0 else _SECONDS)
             if reply.status_code != requests.codes.ok:
@@ -99,7 +100,7 @@ def _send(selects_after: int, server_args: Any) -> None:
 
 
 def bodies(length: int, replicas: int, handed_over: bool) -> list[dict[str, Any]]:
-    """Return requests whose prompts have `length` tokens: one for each data-parallel replica.
+    """Return requests whose prompts have `length` tokens: one for each data-parallel rank.
 
     Args:
         length: number of tokens.

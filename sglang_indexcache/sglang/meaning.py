@@ -34,6 +34,15 @@ def is_off(value: Any) -> bool:
     return value in _OFF
 
 
+def data_parallel_ranks(arguments: Any) -> int:
+    """Return the number of data-parallel ranks, whether they are replicas or share out attention.
+
+    `dp_size` counts both up to SGLang 0.5.22; 0.5.23 has `attn_dp_size` for those of attention, and refuses more than 1
+    of each. Its server arguments have 1 for the one that is not given.
+    """
+    return max(getattr(arguments, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
+
+
 SOURCES = {
     "enable_dp_attention": ("enable_dp_attention", "attn_dp_size"),
     "enable_prefill_cp": (

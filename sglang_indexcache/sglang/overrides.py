@@ -11,7 +11,8 @@ from sglang_indexcache.io.errors import SpellingError
 FLAG = "--json-model-override-args"
 _MERGED = ("rope_scaling", "rope_parameters")  # one mapping of SGLang's configuration, under both names
 _OF_PATTERNS = ("index_topk_pattern", "indexer_types", "index_topk_freq", "index_skip_topk_offset", "use_index_cache")
-_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")  # SGLang goes on to read these instead
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Parts of a configuration of models that see images, too, which SGLang goes on to read instead."""
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     Raises:
         SpellingError: naming a part of a configuration, which these models don't have.
     """
-    part = next((key for key in _PARTS if key in overrides), None)
+    part = next((key for key in PARTS if key in overrides), None)
     if part is not None:
         raise SpellingError(f"{FLAG}: {part} is no key of this model; expected its keys without {part} around them")
     found = {**config, **{key: value for key, value in overrides.items() if key not in _OF_PATTERNS}}

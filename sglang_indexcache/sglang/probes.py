@@ -252,14 +252,21 @@ class SglangSource:
         return next((reason for reason in map(self.missing, feature.needs) if reason is not None), None)
 
     def unread(self, feature: Feature) -> str | None:
-        """Return one line if the source of a function that `feature` replaces is none that was read, or `None`."""
+        """Return one line if the source of a function that `feature` replaces is none that was read, or `None`.
+
+        A function that is not there was not read either, unless the versions that were read lack it, too: it may have
+        been moved or renamed.
+        """
         for need in feature.reads:
             found = self.definition(need)
             known = READ.get(need.target, {})
-            if found is not None and digest(found) not in known:
+            if digest(found or "") not in known:
+                which = f"{need.target} as it is in SGLang {self.version}"
+                if found is None:
+                    which = f"what SGLang {self.version} has in the place of {need.target}"
                 return (
-                    f"nobody here has read {need.target} as it is in SGLang {self.version}, and {feature.name} of this"
-                    f" plugin replaces what it does; read: {', '.join(known.values()) or 'none'}"
+                    f"nobody here has read {which}, and {feature.name} of this plugin replaces what it does; read:"
+                    f" {', '.join(known.values()) or 'none'}"
                 )
         return None
 

@@ -16,6 +16,8 @@ def digest(source: str) -> str:
     return sha256("\n".join(line.rstrip() for line in source.splitlines()).encode()).hexdigest()[:16]
 
 
+MISSING = digest("")  # of a function that versions do not have
+
 RAN = ("0.5.17", "0.5.23")
 """The versions that patterns were served with; others are judged by what their source has."""
 
@@ -62,6 +64,7 @@ READ: dict[str, Mapping[str, str]] = {
         "500c7e8aa8224e34": "0.5.23",
     },
     "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._forward_triton_sparse_mla": {
+        MISSING: "0.5.17 to 0.5.21, which have none",
         "29e4859f40ead4fe": "0.5.22 to 0.5.23",
     },
     "sglang.srt.layers.attention.dsv4.indexer.C4Indexer.forward": {
@@ -70,4 +73,7 @@ READ: dict[str, Mapping[str, str]] = {
         "1fb1991968750c2a": "0.5.23",
     },
 }
-"""By dotted path of the function: digests, and the versions of SGLang that have it; other packages add their own."""
+"""By dotted path of the function: digests, and the versions of SGLang that have it; `MISSING` for those without it.
+
+Other packages add their own.
+"""

@@ -35,7 +35,7 @@ COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, sc
 
 def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
     """Verdicts of a line on a CPU, where nothing is on by default."""
-    found = verdicts(pattern, DSA, on_cpu(line), shard)
+    found = verdicts(pattern, DSA, on_cpu(line), shard=shard)
     return {verdict.name: verdict.state for verdict in found}
 
 
@@ -144,7 +144,7 @@ def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
         (SHARED, DSA, True),
         (SHARED, DEEPSEEK_V4, False),
     ):
-        [found] = verdicts(pattern, family, line, shard)
+        [found] = verdicts(pattern, family, line, shard=shard)
         assert found.state == NOT_RUN and found.why.startswith("compared with F and S on DSA models alone: SGLang")
 
 

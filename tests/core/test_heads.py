@@ -59,6 +59,16 @@ def test_heads_of_a_rank_by_the_flags(heads: int, flags: str, found: str | None)
     assert found is None or found in lines[0]
 
 
+def test_servers_and_launch_lines_count_alike() -> None:
+    """Server arguments have 1 where a launch line has nothing."""
+    given: dict[str, Any] = {"tp_size": 8, "attn_cp_size": 1, "device": "cuda", "dsa_prefill_backend": "tilelang"}
+    for dp, attention_dp in ((1, 8), (8, 1), (8, 8)):
+        sizes = {"dp_size": dp, "attn_dp_size": attention_dp, "enable_dp_attention": True}
+        assert not list(troubles(20, SimpleNamespace(**given, **sizes)))
+        assert not list(troubles(20, LaunchLine({**given, **sizes})))
+    assert list(troubles(20, SimpleNamespace(**given, dp_size=1, attn_dp_size=1, enable_dp_attention=False)))
+
+
 def test_what_is_expected_is_taken() -> None:
     """The backends and ranks that a line names have no line of their own."""
     (trouble,) = troubles(20, LaunchLine())

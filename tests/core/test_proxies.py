@@ -27,12 +27,15 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
 
 
+Start = Callable[..., str]
+
+
 @pytest.fixture
-def proxy() -> Iterator[Callable[[bytes], str]]:
-    """Starts a proxy that answers everything with the same bytes."""
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a proxy that answers everything with the same bytes, and names it in a variable."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
-        def start(answer: bytes) -> str:
+        def start(answer: bytes, variable: str = "HTTP_PROXY") -> str:
             def serve() -> None:
                 while True:
                     try:
@@ -44,10 +47,17 @@ def proxy() -> Iterator[Callable[[bytes], str]]:
                         connection.sendall(answer)
 
             threading.Thread(target=serve, daemon=True).start()
-            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            monkeypatch.setenv(variable, url)
+            return url
 
         yield start
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def status(code: int, server: str = "squid") -> bytes:
+    """An answer without content."""
+    return f"HTTP/1.1 {code} X\r\nServer: {server}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
 
 def said(url: str) -> str:
@@ -72,12 +82,9 @@ def test_a_proxy_that_is_not_there(variable: str, url: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("code", [403, 502, 503, 504])
-def test_what_a_proxy_answers_in_a_server_s_place(
-    code: int, proxy: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_proxy_answers_in_a_server_s_place(code: int, proxy: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key would not help against a 403 of a proxy's."""
-    at = proxy(b"HTTP/1.1 %d X\r\nServer: squid\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % code)
-    monkeypatch.setenv("HTTP_PROXY", at)
+    at = proxy(status(code))
     line = said(SERVER)
     assert line.startswith(f"{SERVER}: /server_info: the proxy {at} of HTTP_PROXY answers {code}, or passes that on;")
     assert "SGLANG_API_KEY" not in line and line.endswith("or 10.0.0.5 in NO_PROXY")
@@ -85,18 +92,14 @@ def test_what_a_proxy_answers_in_a_server_s_place(
     assert f"the proxy {at} of HTTPS_PROXY does not connect to it: {code} X; expected" in said(SECURE)
 
 
-def test_a_proxy_that_wants_a_user(proxy: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    at = proxy(b"HTTP/1.1 407 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-    monkeypatch.setenv("http_proxy", at)
+def test_a_proxy_that_wants_a_user(proxy: Start) -> None:
+    proxy(status(407), "http_proxy")
     assert "of http_proxy wants a user (407); expected name and password in the URL of http_proxy" in said(SERVER)
 
 
 @pytest.mark.parametrize("code", [401, 403, 500, 503])
-def test_what_sglang_answers_through_a_proxy_is_its_own(
-    code: int, proxy: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at = proxy(b"HTTP/1.1 %d X\r\nServer: uvicorn\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % code)
-    monkeypatch.setenv("HTTP_PROXY", at)
+def test_what_sglang_answers_through_a_proxy_is_its_own(code: int, proxy: Start) -> None:
+    at = proxy(status(code, "uvicorn"))
     with pytest.raises(
         StatusError, match=f"{SERVER}: /server_info through the proxy {at} of HTTP_PROXY answers {code}"
     ):
@@ -111,12 +114,9 @@ def test_what_sglang_answers_through_a_proxy_is_its_own(
         (b"HTTP/1.1 200 X\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<html>", "found text/html"),
     ],
 )
-def test_other_answers_say_through_which_proxy_they_came(
-    answer: bytes, message: str, proxy: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_answers_say_through_which_proxy_they_came(answer: bytes, message: str, proxy: Start) -> None:
     """A portal's page is no answer of the server's."""
     at = proxy(answer)
-    monkeypatch.setenv("HTTP_PROXY", at)
     line = said(SERVER)
     assert line.startswith(f"{SERVER}: /server_info through the proxy {at} of HTTP_PROXY ") and message in line
 

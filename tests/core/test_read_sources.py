@@ -12,9 +12,11 @@ import pytest
 
 from indexcache_dense.family import backends
 from sglang_indexcache import Pattern
+from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint.environment import Environment, all_features
 from sglang_indexcache.families import known_families
-from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.families.dsa import needs
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.io.refusal import UNREAD_VARIABLE
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
@@ -49,6 +51,14 @@ def changed(source: SglangSource, need: Need) -> SglangSource:
     return SglangSource.at(source.root.parent)
 
 
+def renamed(source: SglangSource, need: Need) -> SglangSource:
+    """The same SGLang with another name for one function."""
+    path = source.root.joinpath(*need.module.split(".")).with_suffix(".py")
+    name = need.name.rpartition(".")[2]
+    path.write_text(path.read_text().replace(f"def {name}(", f"def {name}_of_a_next_version("))
+    return SglangSource.at(source.root.parent)
+
+
 def preflight(
     source: SglangSource, model: str, pattern: str, *, shard: bool = False, group: bool = True, allow: bool = False
 ) -> Any:
@@ -76,8 +86,8 @@ def test_every_function_that_is_replaced_has_a_row_for_its_versions() -> None:
 def test_dsa_models(number: int, what: str, newer: SglangSource, tmp_path: Path) -> None:
     """Each function of blocks, sharing out and grouping, its callers among them; a plain pattern replaces none."""
     glm = model(tmp_path, tiny_config(layers=6))
-    needs = dict.fromkeys([*named("dsa").blocks.reads, *named("dsa").grouping.reads])
-    need = list(needs)[number]
+    listed = dict.fromkeys([*named("dsa").blocks.reads, *named("dsa").grouping.reads])
+    need = list(listed)[number]
     pattern, shard = ("FSSFSS+3q4", False) if what == "blocks" else ("FSSFSS", True)
     preflight(newer, glm, pattern, shard=shard)
     other = changed(newer, need)
@@ -91,6 +101,56 @@ def test_dsa_models(number: int, what: str, newer: SglangSource, tmp_path: Path)
     preflight(other, glm, "FSSFSS")
     if need in named("dsa").grouping.reads:
         preflight(other, glm, pattern, shard=shard, group=False)
+
+
+@pytest.mark.parametrize("need", needs.SELECTING, ids=lambda item: item.name)
+def test_a_caller_that_has_another_name_was_not_read(need: Need, newer: SglangSource, tmp_path: Path) -> None:
+    """Of what the plugin replaces it needs the name anyway; what calls that may be anywhere."""
+    glm = model(tmp_path, tiny_config(layers=6))
+    other = renamed(newer, need)
+    for pattern, shard in (("FSSFSS+3q4", False), ("FSSFSS", True)):
+        with pytest.raises(IndexCacheError, match=need.name.rpartition(".")[2]):
+            preflight(other, glm, pattern, shard=shard)
+    preflight(other, glm, "FSSFSS")
+
+
+def test_the_check_says_what_the_server_would(
+    newer: SglangSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model or a launch line; what it has no word for it leaves to other lines."""
+    glm = model(tmp_path, tiny_config(layers=6))
+    folder = str(changed(newer, needs.RAGGED).root.parent)
+
+    def problems(pattern: str, *more: str) -> list[str]:
+        main([pattern, "--sglang", folder, "--json", *more])
+        found = json.loads(capsys.readouterr().out)["problems"]
+        return [line for line in found if "nobody here has read" in line and needs.RAGGED.target in line]
+
+    assert len(problems("FSSFSS+3q4", "--model", glm)) == 1 and not problems("FSSFSS", "--model", glm)
+    shared = "--indexcache-shard-indexers --tp 2"
+    for more in ((), ("--model", glm)):
+        assert len(problems("FSSFSS+3q4", *more, "--server-args", "--tp 2")) == 1
+        assert len(problems("FSSFSS", *more, "--server-args", shared)) == 1
+        assert not problems("FSSFSS", *more, "--server-args", "--tp 2")
+        assert not problems("FSSFSS", *more, "--server-args", f"{shared} --indexcache-allow-unread-source")
+        assert not problems("FSSFSS", *more, "--server-args", f"{UNREAD_VARIABLE}=1 {shared}")
+    grouping = named("dsa").grouping.reads[0]
+    folder = str(changed(newer, grouping).root.parent)
+    with_grouping = main(["FSSFSS+3q4", "--sglang", folder, "--server-args", "--tp 2"])
+    assert with_grouping == 1 and grouping.target in capsys.readouterr().out
+    main(["FSSFSS+3q4", "--sglang", folder, "--server-args", "--tp 2 --indexcache-no-grouping"])
+    assert grouping.target not in capsys.readouterr().out
+
+
+def test_what_read_versions_lack_may_be_missing(newer: SglangSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouping = named("dsa").grouping
+    late = grouping.reads[-1]
+    other = renamed(newer, late)
+    assert f"has in the place of {late.target}, and grouping" in str(other.unread(grouping))
+    read = {**probes.READ, late.target: {**probes.READ[late.target], read_sources.MISSING: "0.5.98, which has none"}}
+    monkeypatch.setattr(probes, "READ", read)
+    assert other.unread(grouping) is None
+    assert [target for target, known in READ.items() if read_sources.MISSING in known] == [late.target]
 
 
 def test_deepseek_v4(newer: SglangSource, tmp_path: Path) -> None:

@@ -45,6 +45,23 @@ def test_the_server_waits_for_every_proof() -> None:
         ready.check(PATTERN, [own, wrong], [], 1)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_size": 2, "enable_dp_attention": True},
+        {"dp_size": 2, "attn_dp_size": 1, "enable_dp_attention": True},
+        {"dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": False},  # as SGLang 0.5.23 would have it written
+    ],
+)
+def test_ranks_of_attention_prove_it_together_however_they_are_asked_for(sizes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({**PROVEN.status("p"), "dp_rank": 1}))
+    launched = SimpleNamespace(scheduler_infos=[{"status": "ready"}])  # of a data-parallel controller
+    ready._check_node(plan(PROVEN), SimpleNamespace(**sizes), launched, tmp_path)
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(ProofError, match="has not proven"):
+        ready._check_node(plan(PROVEN), SimpleNamespace(**sizes), launched, tmp_path)
+
+
 def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,8 +98,7 @@ def calibration(model_folder: Path) -> Iterator[Calibration]:
     stub.config_sha256 = describe(tiny_config(), "tiny").config_sha256
     stub.versions = {**stub.versions, "device": f"CPU of {USER} {PASSWORD}"}  # a server may say back what it was sent
     yield stub
-    stub.http.shutdown()
-    stub.http.server_close()
+    stub.close()
 
 
 def test_a_search_leaves_none_and_goes_on_with_another_password(
@@ -122,8 +121,7 @@ def test_a_comparison_and_a_check_leave_none(run: Callable[..., tuple[int, str]]
     stubs = [Completions(1.0, "a"), Completions(0.5, "b")]
     code, output = run("eval", *(secret_url(stub.url) for stub in stubs))
     for stub in stubs:
-        stub.http.shutdown()
-        stub.http.server_close()
+        stub.close()
     assert code == 0, output
     assert stubs[1].url in (tmp_path / "out" / "eval.json").read_text()
     content = b'{"internal_states": [{}]}'

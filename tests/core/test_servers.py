@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,38 +14,30 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.http.client import KEY_VARIABLE
 from tests.conftest import tiny_config
+from tests.http_stub import Answering, HttpStub
 
 PATTERN = Pattern("FSSFSS")
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     """Answers like SGLang's /server_info."""
 
     answers: ClassVar[list[Any]] = []
     key: ClassVar[str | None] = None
 
-    def do_GET(self) -> None:
+    def get(self) -> None:
         if self.key is not None and self.headers.get("Authorization") != f"Bearer {self.key}":
             self.send_error(401)
             return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(self.answers[0]).encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        self.reply(self.answers[0])
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    httpd = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{httpd.server_port}"
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    found = HttpStub(Handler)
+    yield found.url
+    found.close()
     Handler.key = None
 
 

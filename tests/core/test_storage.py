@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern, serving
+from sglang_indexcache.check import main as check_main
+from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import engines
+from sglang_indexcache.serving.judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
+from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang
@@ -114,3 +118,23 @@ def test_servers_refuse_it_at_the_start_and_when_it_is_attached(
     full.check(arguments)  # its pages have all keys, and its name is in them where a backend looks at it
     monkeypatch.setattr(engines, "_loaded", [full])
     serving._cache_keys(config, controller)
+
+
+@pytest.mark.parametrize("backend", ["hf3fs", "aibrix", "file", "nixl"])
+def test_a_launch_line_is_refused_as_the_server_is(
+    backend: str, source: SglangSource, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the SGLang at hand; without one nobody can see what its keys are made of, and the line says so."""
+    path = source.root / "srt/mem_cache/storage/backend_factory.py"
+    path.write_text(path.read_text().replace("'kept'", "'hf3fs'", 1).replace("'prefixed'", "'nixl'", 1))
+    line, folder = f"--device cpu --hicache-storage-backend {backend}", source.root.parent
+    source, refused = SglangSource.at(folder), backend in ("hf3fs", "aibrix")
+    given = f"--hicache-storage-backend {backend} can't be combined with a pattern: "
+    assert check_main(["FSSFSS", "--sglang", str(folder), "--server-args", line]) == refused
+    said = capsys.readouterr().out
+    assert (f"problem: {given}" in said) is refused
+    assert ("not run: storage of HiCache (refused where" in said) is not refused
+    assert check_main(["FFFFFF", "--sglang", str(folder), "--server-args", line]) == 0
+    readings = Readings.of(line.split(), source)
+    assert not judge(Pattern("FSSFSS"), DSA, readings).problems
+    assert bool(judge(Pattern("FFFFFF"), DSA, readings, True, source=source).problems) is refused

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,42 +13,36 @@ import pytest
 pytest.importorskip("requests")
 
 from sglang_indexcache.serving import warm_up
+from tests.http_stub import Answering, HttpStub
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(Answering):
     said: dict[str, Any]
     asked: list[tuple[str, Any, str | None]]
 
-    def do_GET(self) -> None:
-        self.reply(self.said.get(self.path))
+    def get(self) -> None:
+        self.answer()
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def post(self, body: Any) -> None:
         self.asked.append((self.path, body, self.headers["Authorization"]))
-        self.reply(self.said.get(self.path))
+        self.answer()
 
-    def reply(self, content: Any) -> None:
-        self.send_response(200 if content is not None else 400)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
+    def answer(self) -> None:
+        content = self.said.get(self.path)
+        self.reply(content, 400 if content is None else 200)
 
 
 @pytest.fixture
 def server() -> Iterator[Any]:
     said = {"/model_info": {"is_generation": True}, "/server_info": {"max_req_input_len": 4000}, "/generate": {}}
     handler = type("Handler", (Answers,), {"said": said, "asked": []})
-    found = HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=found.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{found.server_port}"
+    found = HttpStub(handler)
     yield SimpleNamespace(
         asked=handler.asked,  # type: ignore[attr-defined]
         said=said,
-        args=SimpleNamespace(url=lambda: url, api_key=None, ssl_ca_certs=None, ssl_certfile=None),
+        args=SimpleNamespace(url=lambda: found.url, api_key=None, ssl_ca_certs=None, ssl_certfile=None),
     )
-    found.shutdown()
+    found.close()
 
 
 def test_the_prompt_is_longer_than_a_selection_and_comes_first(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +65,9 @@ def test_it_fits_into_the_context(server: Any, caplog: pytest.LogCaptureFixture)
     assert len(server.asked) == 1 and "one has at most 2048 tokens, a selection 2048" in caplog.text
 
 
-def test_every_replica_gets_one(server: Any) -> None:
-    server.args.dp_size = 3
+@pytest.mark.parametrize("sizes", [{"dp_size": 3}, {"dp_size": 1, "attn_dp_size": 3}], ids=["replicas", "attention"])
+def test_every_data_parallel_rank_gets_one(server: Any, sizes: dict[str, int]) -> None:
+    vars(server.args).update(sizes)
     warm_up.run(10, lambda args: True, server.args)
     prompts = server.asked[0][1]["input_ids"]
     assert len(prompts) == 3 and {len(prompt) for prompt in prompts} == {138}

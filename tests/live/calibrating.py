@@ -6,9 +6,11 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from indexcache_search import demo
 from indexcache_search.data.packing import Packer
@@ -19,13 +21,32 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from sglang_indexcache import Pattern
-from tests.live.server import Server, environment
+from tests.live.server import Server, environment, running
 
 MODEL = describe_model(str(demo.MODEL))
 CHUNK, LENGTH = 64, 192
 CALIBRATE = ("--indexcache-calibrate", "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))
 PATTERNS = [Pattern("F" * 16), Pattern("FS" * 8), Pattern("F" + "S" * 15), Pattern("FSSS" * 4)]
 _engines: list[SglangEngine] = []
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(demo.MODEL, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def single() -> TokenSet:
+    """One sequence, for servers whose processes have to share two cores."""
+    return sequences(1)
+
+
+@pytest.fixture
+def given_back() -> Iterator[None]:
+    """A test that fails must not keep a server from the next one."""
+    yield
+    close_engines()
 
 
 def sequences(number: int) -> TokenSet:

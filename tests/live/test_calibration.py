@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,19 @@ from tests.live.calibrating import (
     PATTERNS,
     close_engines,
     finished,
+    given_back,
     live_engine,
     losses,
     search,
     sequences,
+    server,
+    single,
     wait_for_evaluations,
 )
 from tests.live.server import FLAGS, Server, command, ended, environment, running
 
-pytestmark = pytest.mark.sglang
+__all__ = ["given_back", "server", "single"]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("given_back")]
 
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
@@ -60,27 +63,8 @@ def data() -> TokenSet:
 
 
 @pytest.fixture(scope="module")
-def single() -> TokenSet:
-    """One of them, for servers whose processes have to share two cores."""
-    return sequences(1)
-
-
-@pytest.fixture(scope="module")
 def reference() -> TransformersEngine:
     return TransformersEngine.load(str(demo.MODEL), "cpu")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(demo.MODEL, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def _given_back() -> Iterator[None]:
-    """A test that fails must not keep a server from the next one."""
-    yield
-    close_engines()
 
 
 def trajectory(engine: Any, data: TokenSet) -> list[tuple[int, dict[int, float]]]:

@@ -150,6 +150,7 @@ def check(server: Server, expected: Expected, kinds: set[str]) -> None:
 CELLS = {
     "mtp": (DRAFTS, TARGET | DRAFT),
     "data-parallel-attention": (DATA_PARALLEL, {"extend", "decode"}),
+    "data-parallel-attention-anew": (("--tp-size", "2", "--attn-dp-size", "2"), {"extend", "decode"}),
     "experts": (("--tp-size", "2", "--ep-size", "2"), {"extend", "decode"}),
     "pipeline": (("--pp-size", "2"), {"extend", "decode"}),
     "context": (CONTEXT, {"extend", "decode"}),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import urllib.error
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_server import CalibrationServer
@@ -23,61 +21,43 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache.calibration import protocol
 from tests.live.calibrating import (
-    CALIBRATE,
     MODEL,
     PATTERNS,
-    close_engines,
     finished,
+    given_back,
     live_engine,
     losses,
     search,
-    sequences,
+    server,
+    single,
     wait_for_evaluations,
 )
-from tests.live.server import Server, environment, running
+from tests.live.server import Server, environment
 
-pytestmark = pytest.mark.sglang
-
-
-@pytest.fixture(scope="module")
-def single() -> TokenSet:
-    return sequences(1)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(demo.MODEL, tmp_path_factory.mktemp("server") / "log", *CALIBRATE) as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def _given_back() -> Iterator[None]:
-    """A test that fails must not keep the server from the next one."""
-    yield
-    close_engines()
+__all__ = ["given_back", "server", "single"]
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("given_back")]
 
 
 def test_two_searches_on_one_server(server: Server, single: TokenSet) -> None:
     """One has it, and finds what it finds alone; the other ends with one line, and so does a switch without a token."""
     alone = losses(live_engine(server), single)
     alone_kl = losses(live_engine(server), single, "kl")
-    first, refused = live_engine(server), list[str]()
+    first = live_engine(server)
 
-    def second() -> None:
+    def second() -> str:
         with pytest.raises(SearchError, match="expected one search a server") as caught:
             SglangEngine([CalibrationServer(server.url)], MODEL)
-        refused.append(str(caught.value))
         for token in ("", "t" * 32):
             with pytest.raises(urllib.error.HTTPError, match="Locked"):
                 server.post("/indexcache/switch", pattern=PATTERNS[2].roles, protocol=protocol.VERSION, token=token)
         with pytest.raises(urllib.error.HTTPError, match="Bad Request"):  # a client that knows of no lease
             server.post("/indexcache/switch", pattern=PATTERNS[2].roles)
+        return str(caught.value)
 
-    other = threading.Thread(target=second)
-    other.start()
-    assert losses(first, single) == alone and losses(first, single, "kl") == alone_kl
-    other.join()
-    [line] = refused
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second)
+        assert losses(first, single) == alone and losses(first, single, "kl") == alone_kl
+        line = other.result()
     assert f"process {os.getpid()} on " in line and "\n" not in line
     switches = first._lanes[0].status().switches
     assert first._lanes[0].undisturbed().switches == switches > 2 * len(PATTERNS)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -24,6 +22,7 @@ from sglang_indexcache.calibration.protocol import Measured
 from sglang_indexcache.calibration.route import Route
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, made_up, random_tokens, tiny_config
+from tests.http_stub import Answering, HttpStub
 from tests.search.streaming import tokens_of, write_events
 
 MODEL = describe(tiny_config(), "tiny")
@@ -60,7 +59,7 @@ STATUS = {
 }
 
 
-class Stub:
+class Stub(HttpStub):
     """A calibration server of threads, with the route of real ones; `fail` decides what a request is answered with
     instead.
 
@@ -80,9 +79,8 @@ class Stub:
         self.fail: Callable[[str], tuple[int, Any] | None] = lambda path: None
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        class Handler(Answering):
+            def post(self, body: Any) -> None:
                 stub.requests += 1
                 stub.asked.append((self.path, self.headers.get("Authorization")))
                 path = self.path.partition("?")[0]
@@ -95,17 +93,9 @@ class Stub:
                 if code == 0:  # the server is killed in mid-answer
                     self.connection.close()
                     return
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(json.dumps(answer).encode())
+                self.reply(answer, code)
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
+        super().__init__(Handler)
 
     def restart(self, ranks: int) -> None:
         """Begin anew, as a server does that knows nothing of its clients."""

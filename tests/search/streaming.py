@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.http_stub import Answering, HttpStub
 
 Events = Iterator[dict[str, Any] | str]
 
@@ -33,7 +34,7 @@ def write_events(handler: BaseHTTPRequestHandler, events: Events) -> None:
             handler.wfile.write(f"data: {text}\n\n".encode())
 
 
-class StreamingStub:
+class StreamingStub(HttpStub):
     """A server of threads; `events` makes what a request to `/generate` is answered with, or is a status code."""
 
     def __init__(self, room: int = 4096) -> None:
@@ -42,13 +43,12 @@ class StreamingStub:
         self.room = room
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+        class Handler(Answering):
+            def get(self) -> None:
                 found = {"/v1/models": {"data": [{"id": "stub"}]}, "/server_info": {"max_req_input_len": stub.room}}
                 self.reply(found[self.path])
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            def post(self, body: Any) -> None:
                 stub.asked.append((self.path, body, self.headers.get("Authorization")))
                 if self.path == "/generate":
                     if isinstance(stub.events, int):
@@ -60,22 +60,8 @@ class StreamingStub:
                 tops = [None, *({"x": 0.0} for _ in body["prompt"])]
                 self.reply({"choices": [{"text": "", "logprobs": {"token_logprobs": values, "top_logprobs": tops}}]})
 
-            def reply(self, content: Any) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(Handler)
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts that were timed."""
         return [body["input_ids"] for path, body, _ in self.asked if path == "/generate"]
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()

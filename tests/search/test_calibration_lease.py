@@ -42,8 +42,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     monkeypatch.setattr(sglang, "_Loss", partial(sglang._Loss, pause=0.01))
     made = Stub()
     yield made
-    made.http.shutdown()
-    made.http.server_close()
+    made.close()
 
 
 def client(stub: Stub, seconds: float = 60.0) -> CalibrationServer:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-import threading
 from collections.abc import Iterator
 from fractions import Fraction
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from indexcache_search.hf.loading import describe_model, load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern_file.spec import PatternSpec
+from tests.http_stub import Answering, HttpStub
 
 
 def run(*options: str) -> Any:
@@ -195,19 +194,18 @@ def test_names_are_no_markup_and_long_tables_are_several(
 # -- servers
 
 
-class Stub:
+class Stub(HttpStub):
     """An OpenAI-compatible server: token t has logprob -t / 100 / `factor`; it answers every question with `says`."""
 
     def __init__(self, factor: float, says: str, logprobs: bool = True) -> None:
         stub = self
         self.asked: list[dict[str, Any]] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+        class Handler(Answering):
+            def get(self) -> None:
                 self.reply({"data": [{"id": "stub"}]})
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            def post(self, body: Any) -> None:
                 stub.asked.append(body)
                 choice: dict[str, Any] = {"text": says}
                 if body.get("echo") and logprobs:
@@ -216,17 +214,7 @@ class Stub:
                     choice["logprobs"] = {"token_logprobs": values, "top_logprobs": tops}
                 self.reply({"choices": [choice]})
 
-            def reply(self, content: Any) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(Handler)
 
 
 @pytest.fixture
@@ -234,8 +222,7 @@ def stubs() -> Iterator[list[Stub]]:
     started: list[Stub] = []
     yield started
     for stub in started:
-        stub.http.shutdown()
-        stub.http.server_close()
+        stub.close()
 
 
 def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:

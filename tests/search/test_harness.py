@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from indexcache_search.eval.harness import lm_eval
 from indexcache_search.eval.harness.lm_eval import Harness, configuration
 from indexcache_search.eval.harness.samples import Score, lower_is_better, paired, read_samples
 from sglang_indexcache.http.address import Address
+from tests.http_stub import Answering, HttpStub
 from tests.search.streaming import StreamingStub
 from tests.search.test_fuzz import mutated, one_line_or
 
@@ -135,27 +134,19 @@ said = {{task: {{"acc": True, "loss": False}} for task in config["tasks"]}}
 """
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+class Handler(Answering):
+    def get(self) -> None:
         content = {"/v1/models": {"data": [{"id": "glm"}]}, "/server_info": {"max_req_input_len": 4000}}
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(content[self.path]).encode())
-
-    def log_message(self, *args: Any) -> None:
-        pass
+        self.reply(content[self.path])
 
 
 @pytest.fixture
 def urls() -> Iterator[list[str]]:
     """A baseline and a worse server."""
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    servers = [HttpStub(Handler) for _ in range(2)]
+    yield [server.url for server in servers]
     for server in servers:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield [f"http://127.0.0.1:{server.server_port}" for server in servers]
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 @pytest.fixture

@@ -39,8 +39,7 @@ def stubs() -> Iterator[list[Stub]]:
     made = [Stub(), Stub()]
     yield made
     for stub in made:
-        stub.http.shutdown()
-        stub.http.server_close()
+        stub.close()
 
 
 def test_losses_are_sums_over_the_scored_tokens(stubs: list[Stub]) -> None:
@@ -129,8 +128,7 @@ def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
     prompt_times(engine(stub), lines_of(PATTERNS[0]), DATA)
     assert {rank for rank, _, _ in stub.timed} == {0}
     assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
-    stub.http.shutdown()
-    stub.http.server_close()
+    stub.close()
 
 
 def test_times_of_prompts_are_kept_in_the_journal(stubs: list[Stub], tmp_path: Path) -> None:

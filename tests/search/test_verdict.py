@@ -50,6 +50,13 @@ def test_one_sequence_says_nothing() -> None:
     ]
 
 
+def test_a_loss_that_is_no_number_is_not_a_lack_of_sequences() -> None:
+    for broken in (rise(math.nan, math.nan), rise(math.inf, math.nan), rise(-math.inf, None)):
+        assert found(line("a", broken)) == ["a: the loss is no number on s0"]
+        [both] = found(line("a", broken, rise(0.0, 0.01)))
+        assert both.startswith("a: the loss is no number on s0; elsewhere not shown to be worse: ")
+
+
 def test_two_sequences_say_little() -> None:
     """By two standard errors (0.5 and 0.2) it would be worse; with one degree of freedom 14 are needed."""
     two = over(np.asarray([0.3, 0.7]))

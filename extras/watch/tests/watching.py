@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from indexcache_watch.cli import app
+from tests.http_stub import Answering, HttpStub
 
 
 def finished(tokens: list[int], reply: list[int], **more: Any) -> str:
@@ -22,7 +21,7 @@ def finished(tokens: list[int], reply: list[int], **more: Any) -> str:
     return f"[2026-11-28 07:13:41] {json.dumps({**content, 'out': {'output_ids': reply, 'meta_info': {}}})}\n"
 
 
-class Stub:
+class Stub(HttpStub):
     """A server on which token t has the loss `loss(t)`; a prompt above `longest` is refused."""
 
     def __init__(self, loss: Callable[[int], float], fingerprint: str | None, longest: int = 1000) -> None:
@@ -33,46 +32,35 @@ class Stub:
         self.model, self.failing = "glm5", ("GET", "POST")
         self.failures: list[int | None] = []  # codes of the next answers that are none; `None` is no answer at all
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+        class Handler(Answering):
+            def get(self) -> None:
                 if self.fails("GET"):
                     return
                 state = {"fingerprint": stub.fingerprint, "proven": stub.proven, "selection": stub.selection}
                 states = [{"indexcache": state if stub.fingerprint else None}]
-                self.reply(200, {"internal_states": states, "model_path": stub.model})
+                self.reply({"internal_states": states, "model_path": stub.model})
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            def post(self, body: Any) -> None:
                 if self.fails("POST"):
                     return
                 stub.asked.append(body)
                 if len(body["input_ids"]) > longest:
-                    self.reply(400, {"error": {"message": "too long"}})
+                    self.reply({"error": {"message": "too long"}}, 400)
                     return
                 tokens = body["input_ids"][body["logprob_start_len"] :]
                 logprobs = [[None, tokens[0], None], *([stub.logprob(token), token, None] for token in tokens[1:])]
                 tops = [None, *([[0.0, 0, None]] for _ in tokens[1:])]
-                self.reply(200, {"meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": tops}})
+                self.reply({"meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": tops}})
 
             def fails(self, method: str) -> bool:
                 if not stub.failures or method not in stub.failing:
                     return False
                 code = stub.failures.pop(0)
                 if code is not None:
-                    self.reply(code, {"error": {"message": "not now"}})
+                    self.reply({"error": {"message": "not now"}}, code)
                 return True
 
-            def reply(self, code: int, content: Any) -> None:
-                self.send_response(code)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(Handler)
 
     def logprob(self, token: int) -> float | None:
         """As JSON has it: null for what is not a number."""
@@ -86,8 +74,7 @@ def pair_of_servers() -> Iterator[tuple[Stub, Stub]]:
     served, reference = Stub(lambda token: 1.3 if token >= 50 else 1.0, "a" * 64), Stub(lambda token: 1.0, None)
     yield served, reference
     for stub in (served, reference):
-        stub.http.shutdown()
-        stub.http.server_close()
+        stub.close()
 
 
 def log_of_forty(folder: Path) -> Path:

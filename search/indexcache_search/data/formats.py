@@ -18,6 +18,7 @@ from indexcache_search.data.chats import kind
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
+from sglang_indexcache.io.other_kinds import is_pointer
 
 KINDS = {
     ".jsonl": "json",
@@ -37,8 +38,8 @@ ENDINGS = (
 )
 _TABLES = ("parquet", "arrow")  # compressed inside
 _BATCH = 256  # rows of a table turned into objects at a time
-_LFS = b"version https://git-lfs.github.com/spec/"
 _ARROW = b"ARROW1"
+_BEGINNING = 1024  # bytes of a file by which a pointer is known
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -70,7 +71,7 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
     ]
     try:
         with path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
+            if is_pointer(file.read(_BEGINNING)):
                 raise DataError(f"{path}: is a Git LFS pointer, not the data; expected the file that git lfs pull gets")
         for place, record in read(path):
             yield f"{path}: {place}" if place else str(path), record

@@ -21,17 +21,20 @@ def findings(table: HeldOut) -> list[str]:
 
 
 def _found(row: Row, sources: Sequence[str]) -> Iterator[str]:
-    worse = [source for source in sources if _worse(row.by_source[source])]
-    rises = {source: row.by_source[source].increase for source in sources if source not in worse}
+    broken = [source for source in sources if not math.isfinite(row.by_source[source].increase.mean)]
+    worse = [source for source in sources if source not in broken and _worse(row.by_source[source])]
+    rises = {source: row.by_source[source].increase for source in sources if source not in {*broken, *worse}}
     unknown = [source for source, rise in rises.items() if not math.isfinite(rise.high)]
     known = {source: rise.high for source, rise in rises.items() if source not in unknown}
+    if broken:
+        yield f"the loss is no number on {', '.join(broken)}"
     if worse:
         yield f"worse on {', '.join(worse)}"
     if unknown:
         yield f"not settled on {', '.join(unknown)}: too few sequences to tell"
     if known:
         most = max(known, key=lambda source: known[source])
-        where = "elsewhere " if worse or unknown else ""
+        where = "elsewhere " if broken or worse or unknown else ""
         yield f"{where}not shown to be worse: the loss rises by at most {known[most]:.4f} ({most})"
 
 

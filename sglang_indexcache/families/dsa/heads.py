@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.sglang.meaning import Meaning
+from sglang_indexcache.sglang.meaning import Meaning, data_parallel_ranks
 
 TILE = 64  # heads of FlashMLA's sparse kernel on Hopper, 128 on Blackwell: what does not fit 64 does not fit 128
 _TAKES: Mapping[str, tuple[Callable[[int], bool], str]] = {
@@ -77,7 +77,7 @@ def _attention_ranks(arguments: Any) -> int:
     """Return over how many ranks the heads are shared out: tensor parallelism within data and context parallelism."""
     ranks = getattr(arguments, "tp_size", None) or 1
     if getattr(arguments, "enable_dp_attention", None):
-        ranks //= getattr(arguments, "dp_size", None) or getattr(arguments, "attn_dp_size", None) or 1
+        ranks //= data_parallel_ranks(arguments)
     return max(1, ranks // (getattr(arguments, "attn_cp_size", None) or 1))
 
 

@@ -23,7 +23,6 @@ from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
     DEFAULT_OFFSET,
     FREQ_KEY,
-    NESTED,
     OFFSET_KEY,
     PATTERN_KEY,
     SHARING_KEYS,
@@ -33,6 +32,7 @@ from sglang_indexcache.families.dsa.spellings import (
 from sglang_indexcache.families.reading import CONFIG, FILLED, OVERRIDE, SGLANG, Reading, named
 from sglang_indexcache.io.errors import SpellingError
 from sglang_indexcache.pattern import FULL, SHARED
+from sglang_indexcache.sglang.overrides import PARTS
 
 GLM, HY_V4 = "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"
 DEPTH_KEY = "num_hidden_layers"
@@ -183,7 +183,7 @@ def _run(
     rule: Rule, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[str | None, str]:
     """Return the key that decides and the roles; raise `_Refused` where the engine raises."""
-    nested = next((key for key in NESTED if isinstance(overrides.get(key), Mapping)), None)
+    nested = next((key for key in PARTS if isinstance(overrides.get(key), Mapping)), None)
     if nested is not None:
         raise _Refused(f"{architecture} has no {nested}")
     if architecture == GLM:

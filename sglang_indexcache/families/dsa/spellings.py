@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_indexcache.io.errors import PatternError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
+from sglang_indexcache.sglang.overrides import PARTS
 
 PATTERN_KEY = "index_topk_pattern"
 TYPES_KEY = "indexer_types"
@@ -25,7 +26,6 @@ FREQ_KEY = "index_topk_freq"
 OFFSET_KEY = "index_skip_topk_offset"
 CLI_KEY = "cli_factor"  # LongCat's
 SHARING_KEYS = (TYPES_KEY, PATTERN_KEY, FREQ_KEY, OFFSET_KEY)
-NESTED = ("text_config", "llm_config", "language_config", "thinker_config")  # of models that see images, too
 DEFAULT_OFFSET = 2
 _NO_SPELLING = "has no spelling in any engine"
 _TYPE_NAMES = {FULL: "full", SHARED: "shared"}
@@ -101,7 +101,7 @@ def meanings(overrides: Mapping[str, Any], num_layers: int) -> dict[str, Pattern
     Raises:
         SpellingError: if one of them has a wrong length, letter or type, or stands where no engine reads it.
     """
-    for outer in NESTED:
+    for outer in PARTS:
         inner = overrides.get(outer)
         nested = next((key for key in SHARING_KEYS if isinstance(inner, Mapping) and key in inner), None)
         if nested is not None:
