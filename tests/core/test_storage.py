@@ -137,4 +137,4 @@ def test_a_launch_line_is_refused_as_the_server_is(
     assert check_main(["FFFFFF", "--sglang", str(folder), "--server-args", line]) == 0
     readings = Readings.of(line.split(), source)
     assert not judge(Pattern("FSSFSS"), DSA, readings).problems
-    assert bool(judge(Pattern("FFFFFF"), DSA, readings, True, source=source).problems) is refused
+    assert bool(judge(Pattern("FFFFFF"), DSA, readings, shard=True, source=source).problems) is refused

@@ -17,6 +17,8 @@ from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern import uniform_pattern
 from sglang_indexcache.pattern_file.spec import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.requested import CarriedPattern, Request
 from tests.conftest import tiny_dense_config
 
 FILE = pattern_file(Pattern("DSSDSS", DEFAULT), tiny_dense_config())
@@ -154,16 +156,9 @@ def _yaml(content: Any) -> str:
 
 def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None:
     FILE.save(tmp_path / "pattern.yaml")
-    asked = {
-        "spec": str(tmp_path / "pattern.yaml"),
-        "own": None,
-        "allow": False,
-        "shard": False,
-        "ungrouped": False,
-        "unread": False,
-    }
-    PatternRequest.of(asked)
-    assert PatternRequest.of(asked | {"spec": None}).pattern == Pattern("DSSDSS", DEFAULT)
+    read = PatternRequest.of(Request(asked=Asked(pattern=str(tmp_path / "pattern.yaml"))))
+    carried = CarriedPattern(source=read.source, key=read.pattern.key)
+    assert PatternRequest.of(Request(asked=Asked(), carried=carried)).pattern == Pattern("DSSDSS", DEFAULT)
 
 
 def test_layers_that_select_for_themselves() -> None:

@@ -163,7 +163,7 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     """What builds a model attaches the loss to it."""
     monkeypatch.setenv("PATTERN", PATTERN.roles)
     monkeypatch.setenv("STAGE", "warmup")
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_megatron.py"))
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "train_with_megatron.py"))
     model = example["with_indexer_loss"](model_of)()
     (model(hidden()).square().sum() / 16).backward()
     check_alike(of(model), by_the_adapter(model_of(), "warmup", hidden()))

@@ -256,7 +256,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train_with_trainer.py"])
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_with_trainer.py"))
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "train_with_trainer.py"))
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown.startswith("KL of the indexers: ") and len(shown.split()) == 4 + 4
     assert (tmp_path / "trained" / "model" / "model.safetensors").is_file()
