@@ -29,6 +29,9 @@ class AnySglang(SglangSource):
     def require(self, *features: Feature) -> None:
         pass
 
+    def unread(self, feature: Feature) -> str | None:
+        return None
+
 
 def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
     """Check a server of a pattern file that was made for the model without overrides."""

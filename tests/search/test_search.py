@@ -196,7 +196,7 @@ def test_models_and_data_that_are_missing(token_file: Path, tmp_path: Path) -> N
         result = run(*options)
         assert result.exit_code == 2 and message in result.stderr
     result = run("--strategy", "best")
-    names = "lazy, greedy, exhaustive, uniform, similarity, shift, recall"
+    names = "lazy, greedy, exhaustive, uniform, similarity, recall, shift"
     assert result.exit_code == 2 and f"'--strategy': found 'best', expected one of {names}" in result.stderr
 
 
