@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from indexcache_dense.reuse import NO_MEMORY, ReusePolicy
 from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern.selection import PatternSelection
+
+if TYPE_CHECKING:
+    from sglang_indexcache import Pattern
 
 MOST_PAGE_TOKENS, MOST_PAGES = 1024, 65536
 Score = Literal["token_max", "compressed_keys", "rounded_keys"]
@@ -198,3 +201,9 @@ def _is_number(word: str) -> bool:
 
 DEFAULT = Selection(page_tokens=16, pages=64, recent_pages=8, sink_pages=0, score=TOKEN_MAX)
 """The paper's."""
+
+
+def selection_in(pattern: Pattern) -> Selection | None:
+    """Return the selection of a pattern of a dense model; `None` where indexers select."""
+    assert pattern.selection is None or isinstance(pattern.selection, Selection)
+    return pattern.selection

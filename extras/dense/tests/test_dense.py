@@ -16,13 +16,13 @@ import torch
 
 from indexcache_dense.family import DENSE_GQA
 from indexcache_dense.hf import pages
+from indexcache_dense.hf.engine import PageEngine
 from indexcache_dense.hf.pages import apply_page_roles
 from indexcache_dense.selection import DEFAULT, Heads, Selection
 from indexcache_dense.strategies.shift import shift_pattern
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
-from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import DataError
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
@@ -194,11 +194,11 @@ def test_templates_that_rewrite_are_refused(tmp_path: Path) -> None:
 # -- the engine
 
 
-def engine(selection: Selection = PAGES, **options: Any) -> TransformersEngine:
+def engine(selection: Selection = PAGES, **options: Any) -> PageEngine:
     config = tiny_dense_config()
     model = tiny_model(config)
     model.set_attn_implementation("eager")
-    return TransformersEngine(model, DENSE_GQA.checkpoint.selecting(describe(config, "tiny"), selection), **options)
+    return PageEngine(model, DENSE_GQA.checkpoint.selecting(describe(config, "tiny"), selection), **options)
 
 
 PATTERNS = [Pattern(roles, PAGES) for roles in ("DDDDDD", "DSSDSS", "DSSSSS", "DDSSSS", "DSDSDF", "DSSDSD", "DFSSSS")]

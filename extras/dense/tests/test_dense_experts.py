@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_dense.hf.engine import PageEngine
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
 from tests.conftest import PAGES, random_tokens, tiny_dense_config, tiny_model
 
 
-def engine(prefix_cache_gb: float) -> TransformersEngine:
+def engine(prefix_cache_gb: float) -> PageEngine:
     config = tiny_dense_config("qwen3_moe")
     model = tiny_model(config)
     model.set_attn_implementation("eager")
     description = describe(config, "tiny")
     assert family_of(description.architecture).name == "dense_gqa"
     selecting = family_of(description.architecture).checkpoint.selecting(description, PAGES)
-    return TransformersEngine(model, selecting, prefix_cache_gb=prefix_cache_gb)
+    return PageEngine(model, selecting, prefix_cache_gb=prefix_cache_gb)
 
 
 def test_a_mixture_of_experts_is_evaluated_as_any_dense_model() -> None:

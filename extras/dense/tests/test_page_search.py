@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_dense.selection import Selection
-from indexcache_dense.strategies.page_bytes import PageBytes
+from indexcache_dense.strategies.byte_budget import ByteBudget, ByteShare
+from indexcache_dense.strategies.page_bytes import PageBytes, PageGoal
 from indexcache_dense.strategies.page_search import PageSearch
 from indexcache_search.cli.search import app
 from indexcache_search.errors import SearchError
-from indexcache_search.searching.settings import ByteBudget, Settings
+from indexcache_search.searching.settings import Settings
 from indexcache_search.strategies import strategy_of
-from indexcache_search.strategies.base import Goal, Outcome, PageGoal
+from indexcache_search.strategies.base import Goal, Outcome
 from sglang_indexcache import ModelLayers, Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.io.errors import PatternFileError
@@ -92,8 +93,12 @@ def test_what_is_found_reads_no_more_and_is_nearly_always_the_best() -> None:
     assert letters == {"D", "F", "S"}
 
 
+def bytes_of(share: float, context: int) -> ByteBudget:
+    return ByteBudget(share=ByteShare(share, context))
+
+
 def settings(**changes: Any) -> Settings:
-    given = {"retain": (Fraction(1, 3),), "strategy": PageSearch(), "bytes": ByteBudget(0.4, 1024), **changes}
+    given = {"retain": (Fraction(1, 3),), "strategy": PageSearch(), "bytes": bytes_of(0.4, 1024), **changes}
     return Settings(**given)
 
 
@@ -107,15 +112,15 @@ def test_goals_that_can_not_be() -> None:
     by_attention = described(replace(SELECTION, score="token_max"))
     for model, changes, message in (
         (by_attention, {}, "--bytes needs --selection score=compressed_keys or rounded_keys, which F layers select by"),
-        (dense, {"bytes": ByteBudget(0.4, 64)}, "--bytes is of 64 tokens, expected more than the 64 of a selection"),
-        (dense, {"bytes": ByteBudget(0.05, 1024)}, r"--bytes is 0.05, expected at least 0.068: what one F layer and S"),
+        (dense, {"bytes": bytes_of(0.4, 64)}, "--bytes is of 64 tokens, expected more than the 64 of a selection"),
+        (dense, {"bytes": bytes_of(0.05, 1024)}, r"--bytes is 0.05, expected at least 0.068: what one F layer and S"),
         (describe(tiny_config(), "glm"), {}, "--bytes is about pages of dense models, the model has indexers"),
     ):
         with pytest.raises(SearchError, match=message):
             settings(**changes).goal(model)
     for asked in ({"name": "greedy"}, {"swaps": 4}):
         with pytest.raises(SearchError, match="--bytes needs --strategy lazy, without swaps"):
-            strategy_of(in_bytes=True, **asked)
+            strategy_of(budget=bytes_of(0.4, 1024), **asked)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -56,7 +56,7 @@ class ShareAt:
         match = re.fullmatch(r"(0?\.[0-9]{1,6}|1)(?:@([1-9][0-9]{0,8}))?", text.strip())
         if match is None or not 0 < float(match[1]) <= 1:
             raise SearchError(f"found {text[:40]!r}, expected a share and tokens, such as 0.4@65536")
-        return cls(float(match[1]), int(match[2] or cls.context))
+        return cls(float(match[1]), *map(int, filter(None, match.groups()[1:])))
 
 
 SEQUENCES = Bounds(1, 1_000_000, "standard errors fall with the root of the number")

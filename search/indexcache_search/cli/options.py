@@ -18,7 +18,6 @@ from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.spec import GRAMMAR
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,12 +68,12 @@ def sources(what: str, default: str = "") -> Any:
     return option(f"{what}: file, folder or hub id; repeatable.{default}", metavar="SOURCE")
 
 
-def selections_of(choice: Any) -> tuple[PatternSelection, ...]:
+def selections_of(choice: Any) -> tuple[Any, ...]:
     """List the selections of `--selection`; none if it is not given."""
     return () if choice is None else choice.selections()
 
 
-def selection_of(choice: Any) -> PatternSelection | None:
+def selection_of(choice: Any) -> Any:
     """Return the one selection of `--selection`, or None if it is not given.
 
     Raises:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from indexcache_search.errors import SearchError
 from indexcache_search.strategies.budget.layers import Prices
@@ -16,7 +16,6 @@ from sglang_indexcache.pattern_file.file import PrefillSection
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from pydantic import BaseModel
 
     from indexcache_search.evaluation.judge import Judge
 
@@ -44,7 +43,7 @@ class PlanGoal(ABC):
     share: float
 
     @abstractmethod
-    def section(self) -> dict[str, BaseModel]:
+    def section(self) -> dict[str, Any]:
         """Return what `SearchSection` of a pattern file says of the budget, by its field."""
 
 
@@ -68,7 +67,7 @@ class TimeGoal(PlanGoal):
         """Return whether `pattern` takes at most this time."""
         return self.prices.prompt_share(pattern, native) <= self.share + 1e-9
 
-    def section(self) -> dict[str, BaseModel]:
+    def section(self) -> dict[str, Any]:
         """See `PlanGoal.section`."""
         return {
             "prefill": PrefillSection(share=self.share, context=self.prices.context, prices=self.prices.table),

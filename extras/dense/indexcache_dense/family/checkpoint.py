@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from indexcache_dense.family.keys import KEYS
-from indexcache_dense.selection import DEFAULT, Selection
+from indexcache_dense.selection import DEFAULT
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
 from sglang_indexcache.model.rope import rope_parameters
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern.selection import PatternSelection
 
 _FULL_ATTENTION = "full_attention"
 _DEFAULT_WINDOW, _DEFAULT_BELOW = 4096, 28  # layers below the second see everything
@@ -59,7 +60,7 @@ class DenseGqaCheckpoint(CheckpointReader):
         lengths = {"max_position_embeddings": sizes["max_position_embeddings"]}
         return {**facts, **rope_facts(rope_parameters({**lengths, **config}, name), name)}
 
-    def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
+    def selecting(self, model: ModelLayers, selection: PatternSelection | None) -> ModelLayers:
         """See `CheckpointReader.selecting`; `None` is the paper's selection."""
         return super().selecting(model, selection or DEFAULT)
 

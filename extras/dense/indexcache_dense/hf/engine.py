@@ -14,7 +14,7 @@ from torch import Tensor
 from indexcache_dense.hf.page_selector import ascending_pages
 from indexcache_dense.hf.page_signals import page_signals
 from indexcache_dense.hf.prompt_cache import PromptCache, SequenceEnd
-from indexcache_dense.selection import Selection
+from indexcache_dense.selection import Selection, selection_in
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
 from indexcache_search.engines.transformers import TransformersEngine
@@ -116,5 +116,6 @@ class PageEngine(TransformersEngine):
 
 
 def _selection(pattern: Pattern) -> Selection:
-    assert isinstance(pattern.selection, Selection)
-    return pattern.selection
+    found = selection_in(pattern)
+    assert found is not None
+    return found

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from indexcache_dense.hf.pages import apply_page_roles
 from indexcache_dense.hf.prompt_cache import SequenceEnd
+from indexcache_dense.selection import selection_in
 from indexcache_search.data.tokens import sampled_queries
 from indexcache_search.hf.cache_argument import cache_argument
 from sglang_indexcache import ModelLayers
@@ -66,7 +67,7 @@ class _Pass:
     """Attention and pages of one sequence's sampled queries."""
 
     def __init__(self, sampled: Tensor, description: ModelLayers) -> None:
-        selection = description.native.selection
+        selection = selection_in(description.native)
         assert selection is not None
         self._sampled, self._page_tokens, self._letters = sampled, selection.page_tokens, description.num_layers
         self.shift, self.weight = np.zeros(self._letters), np.zeros(self._letters)

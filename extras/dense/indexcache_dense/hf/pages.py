@@ -28,7 +28,7 @@ from indexcache_dense.hf.page_selector import (
     value_norm,
 )
 from indexcache_dense.hf.patch_attention import Attend, AttentionCall, attending
-from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, TOKEN_MAX, Selection
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, TOKEN_MAX, Selection, selection_in
 from indexcache_kernels import sparse_attention
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
@@ -155,11 +155,12 @@ def apply_page_roles(
     """
     pattern.check_fits(model.config.num_hidden_layers)
     check_layers(model)
-    assert pattern.selection is not None
-    trained = trained_importance(model, pattern.selection)
+    selection = selection_in(pattern)
+    assert selection is not None
+    trained = trained_importance(model, selection)
     if trained is not None and _in_blocks:
         raise SearchError("trained heads are not known to attention in blocks, expected --engine attention=naive")
-    state = _PageState(pattern, pattern.selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
+    state = _PageState(pattern, selection, prompt, observe, watch, carried, bool(_in_blocks), trained)
     with attending(model, "indexcache_pages", partial(_attention, state), eager_mask):
         yield
 

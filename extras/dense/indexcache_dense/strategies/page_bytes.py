@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from indexcache_dense.selection import COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, Selection
 from indexcache_search.strategies.base import PlanGoal
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
 from sglang_indexcache.pattern_file.file import BytesSection
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 _ROUNDED = (4 + 32 / 128) / 16  # of a key in bfloat16: 4 bits a dimension, and a range for each 128
 
@@ -79,6 +76,6 @@ class PageGoal(PlanGoal):
         """Return whether `pattern` reads at most these bytes."""
         return self.bytes.share(pattern) <= self.share + 1e-9
 
-    def section(self) -> dict[str, BaseModel]:
+    def section(self) -> dict[str, Any]:
         """See `PlanGoal.section`."""
         return {"bytes": BytesSection(share=self.share, context=self.bytes.context)}

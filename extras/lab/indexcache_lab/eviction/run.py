@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from indexcache_dense.reuse import NO_MEMORY
+from indexcache_dense.selection import selection_in
 from indexcache_lab.eviction.heads import FILE, EvictionHeads, attach
 from indexcache_lab.eviction.task import STAGE, EvictionSettings, EvictionTask
 from indexcache_search.errors import SearchError
@@ -88,7 +89,7 @@ def run(
 
 def _others(pattern: Pattern, native: Pattern) -> dict[str, Pattern]:
     """List patterns to compare with, of the same size: attention to everything, and plans without training."""
-    selection = pattern.selection
+    selection = selection_in(pattern)
     assert selection is not None
     by_query = replace(selection, steps=NO_MEMORY)
     by_norms = replace(selection, steps=replace(selection.steps, importance=None))

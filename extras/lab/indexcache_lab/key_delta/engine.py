@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from indexcache_dense.hf.engine import PageEngine
-from indexcache_dense.selection import CHUNK, COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE
+from indexcache_dense.selection import CHUNK, COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, selection_in
 from indexcache_kernels.patching import replaced
 from indexcache_lab.dense import key_heads
 from indexcache_lab.key_delta.attention import apply_key_plan
@@ -153,7 +153,7 @@ def pairs_of(
     keys count as keys. `read` and `prompt` are `[tokens]`; without a prompt every token selects, as if the text was a
     reply.
     """
-    selection = pattern.selection
+    selection = selection_in(pattern)
     assert selection is not None
     position = np.flatnonzero(in_stage(read, stage))
     chooses = np.ones(len(position), bool) if prompt is None else ~prompt[position]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_dense.selection import Selection
+from indexcache_dense.selection import Selection, selection_in
 from indexcache_lab.offload.advice import selecting_layers
 from indexcache_lab.offload.counted import misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses, page_misses
@@ -57,7 +57,7 @@ def count_misses(
                 selected = engine.selections(pattern, data, row, steps)
                 found = {
                     layer: [
-                        sum(_misses(own, size, data.seq_len, pattern.selection) for own in selected[layer])
+                        sum(_misses(own, size, data.seq_len, selection_in(pattern)) for own in selected[layer])
                         for size in sizes
                     ]
                     for layer in layers

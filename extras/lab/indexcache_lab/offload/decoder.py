@@ -17,7 +17,7 @@ from indexcache_dense.hf.page_selector import rows_a_sequence
 from indexcache_dense.hf.pages import ROWS, apply_page_roles, check_layers, trained_importance
 from indexcache_dense.hf.patch_attention import AttentionCall, attending
 from indexcache_dense.reuse import NO_MEMORY
-from indexcache_dense.selection import COMPRESSED_KEYS, JOINT
+from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, selection_in
 from indexcache_lab.dense import key_heads
 from indexcache_lab.kernels import BlockBuffer, block_attention
 from indexcache_lab.offload.advice import selecting_layers
@@ -69,7 +69,7 @@ class OffloadedDecoder:
         prefill: Prefill = "dense",
         graph: bool = False,
     ) -> None:
-        selection, config = pattern.selection, model.config
+        selection, config = selection_in(pattern), model.config
         pattern.check_fits(config.num_hidden_layers)
         check_layers(model)
         if selection is None or selection.score != COMPRESSED_KEYS or selection.buffer_pages is None:

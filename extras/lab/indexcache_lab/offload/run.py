@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 import sglang_indexcache
-from indexcache_dense.selection import Selection
+from indexcache_dense.selection import Selection, selection_in
 from indexcache_lab.eviction.heads import attach_saved
 from indexcache_lab.offload import result
 from indexcache_lab.offload.advice import (
@@ -159,7 +159,7 @@ def _run(
         attach_saved(engine)
         device = engine.torch_model.device
         if server.bandwidth is None and device.type == "cuda":
-            piece = CacheBytes.of(config, server.kv_dtype, description.native.selection).piece
+            piece = CacheBytes.of(config, server.kv_dtype, selection_in(description.native)).piece
             server, known_from = replace(server, bandwidth=gather_bandwidth(device, piece)), "measured"
     context = server.context or seq_len
     identity = {**engine_identity(engine), "data": data.sha256}
@@ -195,7 +195,7 @@ def _run(
 
 def _file(pattern: Pattern, choice: PlanChoice, model: ModelLayers, engine: _Engine) -> PatternFile:
     """Make the pattern file of the best plan; for dense models with the size of its buffer."""
-    selection = pattern.selection
+    selection = selection_in(pattern)
     if selection is not None:
         selection = replace(selection, buffer_pages=choice.buffer.size // selection.page_tokens)
     return PatternFile(
@@ -241,7 +241,7 @@ class _Counter:
         """Count the traffic of a line's pattern, by the size of the buffer."""
         engine, data, asked, pattern = self.engine, self.data, self.asked, line.row.line.pattern
         assert isinstance(pattern, Pattern) and line.divergence is not None
-        selection = pattern.selection
+        selection = selection_in(pattern)
         selected = engine.model.index_topk if selection is None else selection.pages
         sizes = [round(times * selected) for times in asked.buffers]
         misses = count_misses(engine, data, self.journal, pattern, sizes=sizes, steps=asked.steps, done=self.done)
