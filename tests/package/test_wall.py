@@ -20,7 +20,7 @@ WORDS = re.compile(
 ALLOWED = {
     "sglang_indexcache/sglang/options.json": "offload|eviction|watch",  # SGLang's flags
     "sglang_indexcache/sglang/harmless.py": "watchdog|lora_eviction|radix_eviction",
-    "sglang_indexcache/families/refused.py": "indexcache-distill",  # the command that helps
+    "sglang_indexcache/families/refused.py": "docs/distill.md",
     "sglang_indexcache/pattern_file.schema.json": "nosa|NOSA|buffer_pages",  # files of dense models
 }
 """By file of the core, what of it is no word of an extra."""
