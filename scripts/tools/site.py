@@ -26,7 +26,7 @@ def outside() -> dict[str, str]:
     pages["demo-model.md"] = "search/indexcache_search/demo/indexcache-demo/README.md"
     for path in sorted(ROOT.glob("kernels/indexcache_kernels/*/README.md")):
         pages[f"kernels/{path.parent.name}.md"] = path.relative_to(ROOT).as_posix()
-    pages["lab-code.md"] = "extras/lab/indexcache_lab/README.md"
+    pages["lab-code.md"] = "extras/lab/README.md"
     for path in sorted([*ROOT.glob("kernels/results/*.json"), *ROOT.glob("examples/*.py")]):
         source = path.relative_to(ROOT).as_posix()
         pages[source] = source

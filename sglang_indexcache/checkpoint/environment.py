@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
+from sglang_indexcache.families.dsa.sglang import by_configuration
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run
@@ -37,8 +38,8 @@ def family_features() -> tuple[Feature, ...]:
     """List the features of the families and of added measures beside `FEATURES`, each once."""
     features: list[Feature | None] = []
     for served in (family.sglang for family in known_families()):
-        blocks = with_blocks(served)
-        features += [served.serving, served.pipeline, served.rule]
+        configured, blocks = by_configuration(served), with_blocks(served)
+        features += [served.serving, served.pipeline, None if configured is None else configured.rule]
         features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
         features += served.variants
     features += [measure.feature for measure in extensions("measures", object).values()]

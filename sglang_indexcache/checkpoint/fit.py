@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.override import alone, contradictions, reading_lines, says_roles, without_launcher
+from sglang_indexcache.families.dsa.sglang import by_configuration
 from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
@@ -108,13 +109,13 @@ def check(
         notes.append("SGLang is not installed here: what it would run was not checked")
     elif (reason := installed.refusal(family.sglang.serving)) is not None:
         problems.append(reason)
-    elif family.sglang.rule is None:
+    elif (configured := by_configuration(family.sglang)) is None:
         notes.append("roles are written after loading: SGLang has no rule that could be asked before")
     elif unpacked is not None:
         notes.append(f"SGLang {installed.version} in {unpacked} was read, not run: what it would run was not checked")
     elif override is not None and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = family.sglang.would_run(installed, model, override, len(pattern))
+            effective = configured.would_run(installed, model, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern.roles:

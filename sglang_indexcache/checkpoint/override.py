@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
 from sglang_indexcache.families.dsa.spellings import (
     CLI_KEY,
     FREQ_KEY,
@@ -90,20 +91,19 @@ def alone(model: str, overrides: Mapping[str, Any], unpacked: Path | None = None
     """
     checkpoint, (config, _) = Checkpoint.read(model), read_config(model)
     family, architecture = checkpoint.family, checkpoint.model.architecture
-    readings = family.sglang.readings(architecture, config, overrides) or (_unread_everywhere(checkpoint, overrides),)
+    configured = by_configuration(family.sglang)
+    if configured is None:
+        readings: tuple[Reading, ...] = (_unread_everywhere(checkpoint, overrides),)
+    else:
+        readings = configured.readings(architecture, config, overrides)
     notes: list[str] = []
     source = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked)
     if source is None:
         notes.append("SGLang is not installed here: all versions that were read count")
     elif source.version.partition("+")[0] not in READ_VERSIONS:
         notes.append(f"SGLang {source.version}: {_why_unknown(source.version)}")
-    if (
-        source is not None
-        and unpacked is None
-        and family.sglang.rule is not None
-        and source.refusal(family.sglang.rule) is None
-    ):
-        readings = _asked(family, source, model, overrides, readings)
+    if source is not None and unpacked is None and configured is not None and source.refusal(configured.rule) is None:
+        readings = _asked(configured, source, model, overrides, readings)
     problems, means = [], None
     try:
         means = _meant(overrides, config, checkpoint)
@@ -144,7 +144,7 @@ def contradictions(model: str, checkpoint: Checkpoint) -> list[str]:
         IndexCacheError: if the model can't be read.
     """
     config, _ = read_config(model)
-    if checkpoint.family.sglang.rule is None or not says_roles(config):
+    if by_configuration(checkpoint.family.sglang) is None or not says_roles(config):
         return []
     found = read_spelling(config, checkpoint.model.num_layers).contradictions
     return [f"config.json: {line}; without the launcher, versions of SGLang take one or the other" for line in found]
@@ -193,11 +193,11 @@ def in_launch_line(
         found = list(alone(model, overrides, unpacked).other_than(pattern.roles))
     else:
         architectures = family.checkpoint.keys if file is None else [file.model.architecture]
-        config = _bare_config(pattern, file)
-        read = (family.sglang.readings(architecture, config, overrides) for architecture in architectures)
-        found = [
-            text for readings in read for text in _alone_of(readings, overrides, unpacked).other_than(pattern.roles)
-        ]
+        config, configured = _bare_config(pattern, file), by_configuration(family.sglang)
+        found = []
+        for architecture in architectures:
+            readings = () if configured is None else configured.readings(architecture, config, overrides)
+            found += _alone_of(readings, overrides, unpacked).other_than(pattern.roles)
     return [], [without_launcher(text) for text in found]
 
 
@@ -275,15 +275,15 @@ def _alone_of(readings: tuple[Reading, ...], overrides: Mapping[str, Any], unpac
 
 
 def _asked(
-    family: Family, source: SglangSource, model: str, overrides: Mapping[str, Any], readings: tuple[Reading, ...]
+    adapter: DsaSglang, source: SglangSource, model: str, overrides: Mapping[str, Any], readings: tuple[Reading, ...]
 ) -> tuple[Reading, ...]:
     """Put what the installed SGLang says itself before what was read of its source, if that is anything else."""
     version = source.version.partition("+")[0]
     known = of_version(readings, version)
     letters = next((len(item.roles) for item in readings if item.roles is not None), 1)
     try:
-        roles = family.sglang.would_run(source, model, overrides, letters)
-        line = "" if roles is None else f"{named(SGLANG, (version,))} says itself that it runs {roles}"
+        roles = adapter.would_run(source, model, overrides, letters)
+        line = f"{named(SGLANG, (version,))} says itself that it runs {roles}"
     except SglangError as error:
         roles, line = None, str(error)
     if known is not None and known.roles == roles:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.families.combination import Combination
-from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
@@ -18,7 +17,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.sglang.attention import CountedAttention
 from sglang_indexcache.sglang.overrides import FLAG
-from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
+from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -95,7 +94,6 @@ class SglangAdapter(ABC):
         serving: what SGLang must have to serve these models with a pattern, and to prove it.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         variants: what it may have, for some of its flags.
-        rule: what it must have to say itself which layers would run; `None` where its configuration has no roles.
         begins_every_stage: whether the first site of a pipeline stage must select, since stages hand nothing over.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
@@ -109,7 +107,6 @@ class SglangAdapter(ABC):
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None] = None
     variants: ClassVar[tuple[Feature, ...]] = ()
-    rule: ClassVar[Feature | None] = None
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
@@ -148,32 +145,6 @@ class SglangAdapter(ABC):
             SpellingError: if the user's overrides say something else.
             PatternError: if no server runs such a pattern.
         """
-
-    def readings(
-        self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
-    ) -> tuple[Reading, ...]:
-        """Say which layers versions of engines would run with overrides alone; empty where none reads roles there.
-
-        Args:
-            architecture: the one that config.json names.
-            config: content of config.json.
-            overrides: a user's, without what `to_overrides` adds.
-        """
-        return ()
-
-    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str | None:
-        """Ask the installed SGLang's own code which roles it would run; `None` without a `rule`.
-
-        Args:
-            source: source tree of the SGLang that `import sglang` takes.
-            model: folder or hub id.
-            overrides: merged into the model's configuration.
-            letters: number of letters of the pattern.
-
-        Raises:
-            SglangError: if that code can't be called, or refuses the model.
-        """
-        return None
 
     # -- the loaded model, on one rank
 

@@ -236,6 +236,16 @@ class Pattern:
         more = f"blocks{DEFINITION}" if self.indexers else self.selection
         return self.letters if more is None else f"{self.letters}|{more}"
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """A sort key that groups patterns whose first layers run alike."""
+        return str(self.selection), self.letters
+
+    @property
+    def pattern(self) -> Self:
+        """The pattern itself; what is no pattern, but is evaluated like one, has none."""
+        return self
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of `key`, in hex: equal on two machines if and only if they run the same pattern."""

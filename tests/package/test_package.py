@@ -71,19 +71,27 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "module", "function", "extra"),
     [
-        ("main", "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("evaluate", "indexcache-eval: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("distill", "indexcache-distill: rich is not installed; expected: pip install 'sglang-indexcache[distill]'"),
-        ("lab", "indexcache-lab: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("watch", "indexcache-watch: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("offload", "indexcache-offload: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("search", "search", "main", "search"),
+        ("eval", "search", "evaluate", "search"),
+        ("distill", "train", "main", "train"),
+        ("lab", "lab", "main", "lab"),
+        ("offload", "lab", "offload", "lab"),
+        ("watch", "watch", "main", "watch"),
     ],
 )
-def test_a_base_install_says_what_a_command_needs(command: str, line: str) -> None:
-    result = without({"rich"}, f"import indexcache_search.__main__ as m; m.{command}()")
-    assert (result.returncode, result.stderr) == (2, line + "\n")
+def test_a_base_install_says_what_a_command_needs(command: str, module: str, function: str, extra: str) -> None:
+    result = without({"rich"}, f"import indexcache_{module}.__main__ as m; m.{function}()")
+    line = f"indexcache-{command}: rich is not installed; expected: pip install 'sglang-indexcache[{extra}]'\n"
+    assert (result.returncode, result.stderr) == (2, line)
+
+
+def test_the_watch_says_what_its_metrics_need(tmp_path: Path) -> None:
+    words = "--served http://127.0.0.1:1 --reference http://127.0.0.1:2 --port 9 --requests".split()
+    result = without({"prometheus_client"}, "import indexcache_watch.__main__ as m; m.main()", *words, str(tmp_path))
+    line = "indexcache-watch: prometheus_client is not installed; expected: pip install 'sglang-indexcache[watch]'\n"
+    assert (result.returncode, result.stderr) == (2, line)
 
 
 def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
@@ -99,19 +107,33 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("search/indexcache_search", ["search"]), ("kernels/indexcache_kernels", ["search", "kernels"])],
+    [
+        ("search/indexcache_search", ["search"]),
+        ("kernels/indexcache_kernels", ["search", "kernels"]),
+        ("extras/dense/indexcache_dense", ["dense"]),
+        ("extras/lab/indexcache_lab", ["lab"]),
+        ("extras/train/indexcache_train", ["train"]),
+        ("extras/watch/indexcache_watch", ["watch"]),
+    ],
 )
 def test_an_extra_asks_for_all_that_is_imported(package: str, extras: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(item for extra in extras for item in project["optional-dependencies"][extra])]
+    optional, waiting, asked = project["optional-dependencies"], list(extras), list(project["dependencies"])
+    while waiting:
+        for item in optional[waiting.pop()]:
+            own = re.fullmatch(r"sglang-indexcache\[(.*)\]", item)
+            waiting += own[1].split(",") if own else []
+            asked += [] if own else [item]
     known = {re.split(r"[^\w-]", item)[0].replace("-", "_") for item in asked} | {"yaml"}
-    known |= {"sglang_indexcache", "indexcache_search", "indexcache_kernels", "sgl_kernel", *sys.stdlib_module_names}
+    known |= {"sglang"} if package.startswith("extras/") else set()  # in a server, where it is
+    known |= {"sglang_indexcache", "sgl_kernel", *sys.stdlib_module_names}
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert {name.partition(".")[0] for name in names} <= known, path
-    assert "sglang-indexcache[kernels]" in project["optional-dependencies"]["sglang"]  # families import them
+            tops = {name.partition(".")[0] for name in names}
+            assert {name for name in tops if not name.startswith("indexcache_")} <= known, path
+    assert "sglang-indexcache[kernels]" in optional["sglang"]  # families import them
 
 
 def test_what_is_pinned_takes_every_python_that_we_take() -> None:

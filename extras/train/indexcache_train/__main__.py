@@ -7,7 +7,7 @@ from indexcache_search import commands
 
 def main() -> None:
     """Run indexcache-distill."""
-    commands.run("indexcache-distill", "indexcache_train.cli", "distill")
+    commands.run("indexcache-distill", "indexcache_train.cli", "train")
 
 
 if __name__ == "__main__":

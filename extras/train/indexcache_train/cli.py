@@ -257,7 +257,7 @@ def distill(
     with running(context, NEEDS, quiet=not main) as console:
         for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
-                raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[distill]'")
+                raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[train]'")
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not training:

@@ -423,7 +423,7 @@ def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, trai
 KERNELS_ON_CPU = """
 import torch
 
-from indexcache_search.__main__ import distill
+from indexcache_train.__main__ import main
 from indexcache_train.distill import model, run
 
 run.resolve_attention = lambda attention, _: attention  # kernels with their definitions in PyTorch
@@ -438,7 +438,7 @@ def checked(self, *given):
 
 
 model.Distillation.__call__ = checked
-distill()
+main()
 """
 
 

@@ -7,7 +7,7 @@ from indexcache_search import commands
 
 def main() -> None:
     """Run indexcache-watch."""
-    commands.run("indexcache-watch", "indexcache_watch.cli")
+    commands.run("indexcache-watch", "indexcache_watch.cli", "watch")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_a_log_is_followed(pair: tuple[Stub, Stub], log: Path, monkeypatch: pyte
 
 def test_sigterm_ends_a_watch_that_follows_and_it_goes_on(pair: tuple[Stub, Stub], log: Path, tmp_path: Path) -> None:
     words = ["--served", pair[0].url, "--reference", pair[1].url, "--requests", str(log), "--rate", "1000", "--follow"]
-    code = "from indexcache_search.__main__ import watch; watch()"
+    code = "from indexcache_watch.__main__ import main; main()"
     command = [sys.executable, "-c", code, *words, "--output", str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while len(pair[1].asked) < 40 and process.poll() is None:

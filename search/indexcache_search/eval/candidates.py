@@ -170,7 +170,7 @@ def _served(spec: PatternSpec, kept: Fraction | None, pattern: Pattern, model: M
 
 def _uniform(named: Sequence[Variant], model: ModelLayers) -> list[Variant]:
     """List uniform patterns at all phases, with the retentions and selections of the named ones."""
-    asked = [(line.retention, line.pattern.selection) for line in named if isinstance(line.pattern, Pattern)]
+    asked = [(line.retention, line.letters.selection) for line in named if line.letters is not None]
     lines = []
     for share, selection in dict.fromkeys(asked):
         if share is not None and full_layer_count(model.num_layers, share) < model.num_layers:

@@ -29,7 +29,7 @@ from indexcache_search.results.held_out import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs
-from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache import ModelLayers
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
 
@@ -160,7 +160,7 @@ def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
 
 def _selected(line: Variant) -> int:
     """Return how many tokens a query selects by the line's own selection, 0 without one."""
-    selection = line.pattern.selection if isinstance(line.pattern, Pattern) else None
+    selection = None if line.letters is None else line.letters.selection
     return 0 if selection is None else selection.tokens
 
 
@@ -174,7 +174,7 @@ def _warn_of_whole(lines: Sequence[Variant], seq_len: int, console: Console) -> 
 
 def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
     """Return `data` with a reply, a quarter of each sequence as in a search, if a pattern needs one and has none."""
-    blocks = any(isinstance(line.pattern, Pattern) and line.pattern.indexers for line in lines)
+    blocks = any(line.letters is not None and line.letters.indexers for line in lines)
     if not blocks or data.reply is not None:
         return data
     reply = default_reply(seq_len)

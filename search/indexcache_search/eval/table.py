@@ -18,7 +18,6 @@ from indexcache_search.results.held_out import HeldOut, PricesResult, Row, Sourc
 from indexcache_search.results.names import suffix
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant, VariantLosses
 from indexcache_search.strategies.budget.layers import Prices
-from sglang_indexcache import Pattern
 from sglang_indexcache.pattern.selection import PatternSelection
 
 
@@ -59,7 +58,7 @@ def _described(line: Variant) -> dict[str, Any]:
         "name": line.name,
         "retention": None if line.retention is None else str(line.retention),
         "phase": line.phase,
-        "full_layers": len(plan.full_layers) if isinstance(plan, Pattern) else None,
+        "full_layers": None if line.letters is None else len(line.letters.full_layers),
         "pattern": None if plan is None else str(plan),
         **({} if line.served is None else {"served": line.served}),
     }
@@ -67,8 +66,8 @@ def _described(line: Variant) -> dict[str, Any]:
 
 def _speed(line: Variant, baseline: Variant, prices: Prices | None) -> dict[str, Any]:
     """Return the column of a `results.Row` that is reckoned, where the pattern has a price."""
-    pattern, native = line.pattern, baseline.pattern
-    if prices is None or not isinstance(pattern, Pattern) or not isinstance(native, Pattern):
+    pattern, native = line.letters, baseline.letters
+    if prices is None or pattern is None or native is None:
         return {}
     if set(pattern.queries.values()) - set(prices.full):
         return {}
@@ -83,7 +82,7 @@ def _answer_sources(data: TokenSet, first_sparse_position: int) -> list[str]:
 
 def _group(row: VariantLosses) -> tuple[Fraction | None, PatternSelection | None]:
     """Summarise uniform's phases."""
-    return row.line.retention, row.line.pattern.selection if isinstance(row.line.pattern, Pattern) else None
+    return row.line.retention, None if row.line.letters is None else row.line.letters.selection
 
 
 def _phase_summaries(

@@ -43,6 +43,11 @@ class Variant:
     phase: int | None = None
     served: str | None = None
 
+    @property
+    def letters(self) -> Pattern | None:
+        """Its plan, if that is a pattern of letters; `None` for a server, too."""
+        return None if self.pattern is None else self.pattern.pattern
+
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Variant:
         """Return the baseline's line."""

@@ -12,7 +12,6 @@ from indexcache_search.eval.speed.turns import FEWEST_TURNS, Load, Timed, measur
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import Variant
-from sglang_indexcache import Pattern
 
 BASIS = (
     "plain prompts on a calibration server: without CUDA graphs, and tensor-parallel ranks share one rank's selection"
@@ -45,7 +44,7 @@ def prompt_times(engine: TimesPrompts, lines: Sequence[Variant], data: TokenSet)
     load = Load(context=data.seq_len, output_tokens=1, turns=FEWEST_TURNS)
 
     def timed(send: Send) -> list[SpeedRow]:
-        items = [Timed(line, partial(send, line.pattern)) for line in lines if isinstance(line.pattern, Pattern)]
+        items = [Timed(line, partial(send, line.letters)) for line in lines if line.letters is not None]
         return measured(items, load, data.tokens.ravel(), BASIS)
 
     return engine.time_prompts(timed)

@@ -47,8 +47,8 @@ class Pace:
 
 def _counts(evaluation: Evaluation, seq_len: int) -> tuple[int, int, int]:
     """Return how many layers of either kind an evaluation ran, the last ones of each sequence, and its sequences."""
-    pattern, full, shared = evaluation.pattern, 0, 0
-    assert isinstance(pattern, Pattern)  # a search has no other plans
+    pattern, full, shared = evaluation.pattern.pattern, 0, 0
+    assert pattern is not None  # a search has no other plans
     for layer_tokens in evaluation.layer_tokens:
         ran = min(layer_tokens // seq_len, len(pattern))
         own = pattern.roles[len(pattern) - ran :].count(SHARED)
@@ -69,9 +69,9 @@ class StandIn:
         self._begun, self._native, self._pace = begun, begun.engine.model.native, pace
         self._seen: dict[tuple[str, int], list[Pattern]] = {}  # patterns by token set and row
         for item in known:
-            assert isinstance(item.pattern, Pattern)
+            assert item.pattern.pattern is not None
             for row in item.rows:
-                self._seen.setdefault((begun.calibration.sha256, row), []).append(item.pattern)
+                self._seen.setdefault((begun.calibration.sha256, row), []).append(item.pattern.pattern)
         whole = begun.engine.model.num_layers * begun.calibration.seq_len
         self._reuses = any(min(item.layer_tokens) < whole for item in known)  # layers below the first difference
         self._costs: dict[str, NDArray[np.float64]] = {}

@@ -40,10 +40,11 @@ class DsaSglang(SglangAdapter):
     It is of all models whose attention is `DeepseekV2AttentionMLA`.
 
     Attributes:
+        rule: what SGLang must have to say itself which layers would run.
         rules: how versions of engines read sharing keys on these models.
     """
 
-    rule: ClassVar[Feature | None] = needs.RULE
+    rule: ClassVar[Feature] = needs.RULE
     rules: ClassVar[tuple[Rule, ...]]
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
@@ -80,14 +81,29 @@ class DsaSglang(SglangAdapter):
     def readings(
         self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
     ) -> tuple[Reading, ...]:
-        """See `SglangAdapter.readings`."""
+        """Say which layers versions of engines would run with overrides alone.
+
+        Args:
+            architecture: the one that config.json names.
+            config: content of config.json.
+            overrides: a user's, without what `to_overrides` adds.
+        """
         return merged(read(rule, architecture, config, overrides) for rule in self.rules)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str:
-        """See `SglangAdapter.would_run`.
+        """Ask the installed SGLang's own code which roles it would run.
 
         Build the configuration object as a server would, and call the one function that model construction and KV
         pools call (0.5.14 and newer).
+
+        Args:
+            source: source tree of the SGLang that `import sglang` takes.
+            model: folder or hub id.
+            overrides: merged into the model's configuration.
+            letters: number of letters of the pattern.
+
+        Raises:
+            SglangError: if that code can't be called, or refuses the model.
         """
         source.require(needs.RULE)
         with warnings.catch_warnings():
@@ -160,6 +176,11 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.configured`; empty where a freq says something else."""
         config = runner.model_config.hf_config
         return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def by_configuration(adapter: SglangAdapter) -> DsaSglang | None:
+    """Return an adapter if SGLang reads the roles of its models from their configuration, else `None`."""
+    return adapter if isinstance(adapter, DsaSglang) else None
 
 
 def _bytes_of(module: Any) -> int:

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from indexcache_dense.family import read_sources
 from indexcache_dense.family.checkpoint import DenseGqaCheckpoint
 from indexcache_dense.family.sglang import DenseGqaSglang
 from sglang_indexcache.families.base import Family, TransformersAdapter
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.sglang.read_sources import READ
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,5 +50,6 @@ class DenseGqaTransformers(TransformersAdapter):
         return attention_in_blocks()
 
 
+READ.update(read_sources.READ)
 _CHECKPOINT = DenseGqaCheckpoint()
 DENSE_GQA = Family("dense_gqa", _CHECKPOINT, DenseGqaSglang(_CHECKPOINT), DenseGqaTransformers())

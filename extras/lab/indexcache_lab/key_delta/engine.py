@@ -117,8 +117,10 @@ class KeyEngine(PageEngine):
 
         Plans for keys count multiply-adds during the run; patterns count pairs of a query and a key.
         """
-        if isinstance(plan, Pattern):
-            return pairs_of(plan, read_tokens(data)[row], None if data.prompt is None else data.prompt[row], stage)
+        if plan.pattern is not None:
+            return pairs_of(
+                plan.pattern, read_tokens(data)[row], None if data.prompt is None else data.prompt[row], stage
+            )
         assert isinstance(plan, KeyPlan)
         key = (plan, data.sha256, row)
         if key not in self._computed:

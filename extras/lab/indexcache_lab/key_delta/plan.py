@@ -69,6 +69,15 @@ class KeyPlan:
         near = f"{self.window!r},{self.max_window or ''},{self.recent}"
         return "|".join((self.method, near, ",".join(repr(float(value)) for value in self.values)))
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """See `Plan.order`."""
+        return "", self.key
+
+    @property
+    def pattern(self) -> None:
+        """See `Plan.pattern`: it has no letters."""
+
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Read a plan from its `key`.

@@ -239,8 +239,8 @@ class _Counter:
 
     def plan(self, line: Compared, baseline: Compared) -> PlanTraffic:
         """Count the traffic of a line's pattern, by the size of the buffer."""
-        engine, data, asked, pattern = self.engine, self.data, self.asked, line.row.line.pattern
-        assert isinstance(pattern, Pattern) and line.divergence is not None
+        engine, data, asked, pattern = self.engine, self.data, self.asked, line.row.line.letters
+        assert pattern is not None and line.divergence is not None
         selection = selection_in(pattern)
         selected = engine.model.index_topk if selection is None else selection.pages
         sizes = [round(times * selected) for times in asked.buffers]

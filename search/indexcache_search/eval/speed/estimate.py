@@ -39,13 +39,13 @@ def estimated(lines: Sequence[Variant], prices: Sequence[Prices]) -> list[SpeedR
         lines: the baseline first; those without a price are left out.
         prices: a table's, one for each length of prompts.
     """
-    native = lines[0].pattern
-    assert isinstance(native, Pattern)
+    native = lines[0].letters
+    assert native is not None
     return [
-        _row(line, line.pattern, native, price)
+        _row(line, line.letters, native, price)
         for price in prices
         for line in lines
-        if isinstance(line.pattern, Pattern) and set(line.pattern.queries.values()) <= set(price.full)
+        if line.letters is not None and set(line.letters.queries.values()) <= set(price.full)
     ]
 
 
