@@ -32,6 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_indexcache import process
+from sglang_indexcache.families.combination import REFUSED, UNJUDGED
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import (
     ADMIN_KEY_VARIABLE,
@@ -41,7 +42,6 @@ from sglang_indexcache.io.refusal import (
 )
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern_file.spec import PatternSpec
-from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
 from sglang_indexcache.serving.judge import Judgement, family_in, judge
 from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sglang_indexcache.families.combination import Combination
 from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sglang_indexcache.families.dsa.heads import HeadTrouble
-    from sglang_indexcache.serving.combinations import Combination
 
 
 class CheckpointReader(ABC):

@@ -57,7 +57,7 @@ class SpellingError(IndexCacheError):
 
 
 class ModelConfigError(IndexCacheError):
-    """A model without DSA attention, or one whose config.json can't be understood."""
+    """A model of no known family, or one whose config.json can't be understood."""
 
 
 class ProofError(IndexCacheError):

@@ -299,8 +299,7 @@ class Pattern:
             PatternError: if the length differs, or a locked layer is `F`.
         """
         if len(self) != num_layers:
-            kind = "layers" if self.dense else "DSA layers"
-            raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} {kind}")
+            raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} layers that select")
         wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
         if wrong:
             names = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")

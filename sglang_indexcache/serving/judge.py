@@ -13,22 +13,13 @@ from typing import Any
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family, SglangAdapter
+from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED, UNJUDGED, Combination, Verdict
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.spec import PatternSpec
-from sglang_indexcache.serving.combinations import (
-    COMBINATIONS,
-    NOT_RUN,
-    PLAIN,
-    RAN,
-    REFUSED,
-    UNJUDGED,
-    Combination,
-    Verdict,
-    drafts_of,
-)
+from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN, drafts_of
 from sglang_indexcache.serving.counted import kinds_of
 from sglang_indexcache.serving.preflight import flag, refusals_of, storage_refusals
 from sglang_indexcache.sglang import variables as environment
@@ -172,7 +163,7 @@ def proven_first(arguments: Any, family: Family = DSA) -> str:
 def _on(item: Combination, default: str, pattern: Pattern, family: Family, shard: bool) -> Verdict:
     """Return the verdict of a feature that is on for this pattern and family."""
     found = item.verdict
-    compared = family is item.family and not pattern.indexers and not shard
+    compared = family.name == item.family and not pattern.indexers and not shard
     if found.state == RAN and not compared:
         found = Verdict(NOT_RUN, item.name, f"compared with F and S on DSA models alone: {item.ran}")
     return replace(found, why="; ".join(filter(None, (default, found.why))))

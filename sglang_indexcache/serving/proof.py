@@ -97,7 +97,7 @@ def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_st
         return "the loaded model has no attention module that can choose, so the pattern can't take effect"
     for site, found in sorted(effective.items()):
         if site >= len(pattern):
-            return f"the loaded model has {site + 1} layers or more that choose, the pattern has {len(pattern)} letters"
+            return f"the loaded model has {site + 1} layers or more that select, the pattern has {len(pattern)} letters"
         if found.role != pattern[site]:
             return f"letter {site} would run as {found.role}, the pattern says {pattern[site]}"
         if found.role == FULL and not pattern.dense and not found.has_indexer:

@@ -121,7 +121,7 @@ def test_other_models_and_lengths_are_problems(
     model: Path, write_file: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = problems([write_file(Pattern("FSSFS")), "--model", str(model)], capsys)
-    assert lines[0] == "problem: pattern has 5 letters, model has 6 DSA layers"
+    assert lines[0] == "problem: pattern has 5 letters, model has 6 layers that select"
     other = write_file(config=tiny_config(index_topk=16))
     [line] = problems([other, "--model", str(model)], capsys)
     assert line == (

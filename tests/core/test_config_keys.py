@@ -253,7 +253,7 @@ def test_entries_of_nextn_layers_are_read_by_nobody(key: str) -> None:
     model = describe(tiny_config(**{key: longer}, num_nextn_predict_layers=1), "glm")
     assert model.native.roles == "FFSFSS"
     for more in ({}, {"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": True}):
-        with pytest.raises(ModelConfigError, match="7 letters, model has 6 DSA layers"):
+        with pytest.raises(ModelConfigError, match="7 letters, model has 6 layers that select"):
             describe(tiny_config(**{key: longer}, **more), "glm")
 
 

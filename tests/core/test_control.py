@@ -93,7 +93,7 @@ def test_switching_is_two_attributes_a_layer_and_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("FSSF", "pattern has 4 letters, model has 6 DSA layers"),
+        ("FSSF", "pattern has 4 letters, model has 6 layers that select"),
         ("FFFFFF", "layer 4"),
         ("SFFFSF", "begins with S"),
         (None, "pattern is NoneType, expected a string"),

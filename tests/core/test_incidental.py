@@ -140,7 +140,7 @@ def test_vllms_switch_is_none_of_sglangs() -> None:
         ({**tiny_v4_config(), "architectures": ["DeepseekV32ForCausalLM"]}, "labelled DeepseekV32ForCausalLM, and has"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "index_topk": None},
-            "its latent attention \\(MLA\\) is dense; docs/distill.md says how indexers",
+            "its latent attention \\(MLA\\) is dense; docs/distill.md says how indexers are trained",
         ),
         (
             tiny_config(architectures=[]),

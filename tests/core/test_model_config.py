@@ -39,7 +39,7 @@ def test_digest_ignores_what_does_not_change_the_model() -> None:
         ({"architectures": None}, "glm_moe_dsa has no attention"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
         ({"index_topk": None}, "index_topk is None"),
-        ({"index_topk_pattern": "FF"}, "2 letters, model has 6 DSA layers"),
+        ({"index_topk_pattern": "FF"}, "2 letters, model has 6 layers that select"),
         ({"indexer_types": ["shared"] * 6}, "begins with S"),
     ],
 )

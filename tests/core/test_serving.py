@@ -143,7 +143,7 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     [
         (loaded("FSFFSS"), "letter 2 would run as F, the pattern says S"),
         (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
-        (loaded("FSSFSSS"), "has 7 layers or more that choose, the pattern has 6 letters"),
+        (loaded("FSSFSSS"), "has 7 layers or more that select, the pattern has 6 letters"),
         (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
         (nn.Linear(2, 2), "no attention module that can choose"),
     ],

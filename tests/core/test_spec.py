@@ -63,7 +63,7 @@ def test_a_file_whose_name_is_all_letters_needs_its_folder(path: Path, monkeypat
     [
         ("", "Is a directory|No such file|not a regular file"),
         ("SFFF", "begins with S"),
-        ("FFSFS", "pattern has 5 letters, model has 6 DSA layers"),
+        ("FFSFS", "pattern has 5 letters, model has 6 layers that select"),
         ("uniform@half", "retention is 'half'"),
         ("uniform@2/3", "retentions of the form 1/n, found 2/3"),
         ("uniform", "^uniform: no such file, and not letters of a pattern; expected FILE"),

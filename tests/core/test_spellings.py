@@ -105,7 +105,7 @@ def test_glm_5_2_native_schedule() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 DSA layers"),
+        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 layers that select"),
         ({"index_topk_pattern": "FFsF"}, "'s' for layer 2"),
         ({"index_topk_pattern": 7}, "pattern is int"),
         ({"indexer_types": ["full", "half", "full", "full"]}, "'half' for layer 1"),

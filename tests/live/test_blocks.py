@@ -74,7 +74,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 # Each rank notes for how many blocks, and how many other queries, it attends.
 SCRIPT = """
 import os
-from sglang_indexcache.families.dsa import grouped
+from sglang_indexcache.families.dsa.blocks import grouped
 
 whole = grouped.grouped_attention
 

@@ -220,7 +220,7 @@ def test_the_trap_of_the_prefix_cache(server: Server, data: TokenSet, tmp_path: 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 DSA layers"),
+        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 layers that select"),
         ({"pattern": "S" + "F" * 15}, "begins with S"),
         ({}, "pattern is NoneType, expected a string"),
     ],

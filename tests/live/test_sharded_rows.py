@@ -30,7 +30,7 @@ TWO = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 # Prompts are short here; each rank notes of how many rows it selected for how many.
 SCRIPT = """
 import os
-from sglang_indexcache.families.dsa import shards
+from sglang_indexcache.families.dsa.blocks import shards
 
 shards.LEAST_ROWS, shards.LEAST_KEYS, shards.STRIPE = 32, 0, 8
 whole = shards.Shards.part

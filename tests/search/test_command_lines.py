@@ -238,7 +238,7 @@ def values_for(function: Function, option: str) -> list[Any]:
     kind = get_type_hints(function)[option]
     group = kind_of(kind)
     if group:
-        keys = {"name", *group.keys()} if hasattr(group, "keys") else {field.name for field in fields(group)}
+        keys = {"name", *group.settable()} if hasattr(group, "settable") else {field.name for field in fields(group)}
         known = [item for item in SETTINGS[option] if item.rpartition(",")[2].partition("=")[0] in keys]
         known = [item for item in known if item != "name=sglang" or function is search.search]
         assert len({item.rpartition(",")[2].partition("=")[0] for item in known}) >= len(keys) - ("name" in keys), (

@@ -149,7 +149,7 @@ def test_sequences_that_run_in_parts_give_the_same(
     ("more", "message"),
     [
         ([], "expected either --pattern or --endpoint"),
-        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 DSA layers"),
+        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 layers that select"),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
         (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),

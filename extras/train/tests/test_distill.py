@@ -266,7 +266,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 DSA layers"),
+        ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 layers that select"),
         ({"pattern": "SFFFFF"}, "pattern begins with S"),
         ({"pattern": "uniform@2/3"}, "uniform needs retentions of the form 1/n, found 2/3"),
         ({"pattern": "missing.yaml"}, "missing.yaml"),

@@ -25,7 +25,7 @@ class EngineChoice:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def keys(cls) -> set[str]:
+    def settable(cls) -> set[str]:
         """Return the names of all engines' settings."""
         return {name for kind in kinds() for name in _settings(kind)}
 

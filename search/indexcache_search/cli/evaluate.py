@@ -60,7 +60,7 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class TasksChoice:
-    """Generated tasks; see `compare.tasks`."""
+    """Generated tasks; see `eval.tasks`."""
 
     names: tuple[str, ...]
     samples: Annotated[int, Bounds(2, 10_000)] = 16
@@ -99,7 +99,7 @@ class HarnessChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedChoice:
-    """Prompts whose speed is compared; see `compare.run.SpeedOptions`. `None` leaves a setting to it."""
+    """Prompts whose speed is compared; see `eval.job.SpeedOptions`. `None` leaves a setting to it."""
 
     contexts: tuple[Annotated[int, CONTEXTS], ...]
     output_tokens: Annotated[int, Bounds(2, 65_536)] | None = None
@@ -254,7 +254,8 @@ def evaluate(
         if compares:
             from indexcache_search.data.packing import Wish
             from indexcache_search.eval.candidates import Candidates
-            from indexcache_search.eval.job import ComparisonData, ComparisonJob, SpeedOptions
+            from indexcache_search.eval.held_out import ComparisonData
+            from indexcache_search.eval.job import ComparisonJob, SpeedOptions
             from indexcache_search.eval.run import run, show
             from indexcache_search.eval.verdict import beyond
 

@@ -29,7 +29,7 @@ def hint_for(function: Any, flag: str) -> str:
     setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     for name, hint in get_type_hints(function).items():
         for kind in filter(is_dataclass, get_args(hint)):
-            if setting in (kind.keys() if hasattr(kind, "keys") else _known(kind)):
+            if setting in (kind.settable() if hasattr(kind, "settable") else _known(kind)):
                 return f"expected --{name.replace('_', '-')} {setting}=VALUE"
     return ""
 

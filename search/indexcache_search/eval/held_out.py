@@ -10,6 +10,7 @@ import numpy as np
 from indexcache_search.data.packing import EVALUATION_ORDER_SEED, Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.sketch import Sketch
+from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_search.eval.tasks import TASKS, sample
@@ -31,39 +32,56 @@ class ComparisonSet:
     left_out: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparisonData:
+    """Data of a comparison.
+
+    Attributes:
+        sources: each gives an equal share of `sequences`, as in `indexcache-search`; may be empty.
+        seq_len: tokens of each sequence; `None` means 4 x what a query selects.
+        sequences: number of sequences of all sources together.
+        tasks: names from `TASKS`.
+        haystack: source of the text around the needles.
+        samples: number of samples of each task.
+        chat: put the chat template around a task's text.
+        reply: for models with indexers: tokens at the end of each sequence that are read one by one, behind a prompt;
+            only these count. Dense models take replies from the data.
+        rows: how rows are read.
+        only_shown: print the data, and compare nothing.
+    """
+
+    sources: tuple[str, ...]
+    seq_len: int | None
+    sequences: int
+    tasks: tuple[str, ...] = ()
+    haystack: str = "demo:text"
+    samples: int = 16
+    chat: bool = False
+    reply: int | None = None
+    rows: RowOptions = AS_THEY_ARE
+    only_shown: bool = False
+
+    def reads(self) -> dict[str, Sequence[str]]:
+        """Return the inputs by option, for `check_apart`."""
+        return {"--evaluation": self.sources, "--tasks haystack": [self.haystack]}
+
+
 def build(
-    reader: TokenReader,
-    model: ModelLayers,
-    sources: Sequence[str],
-    tasks: Sequence[str],
-    haystack: str,
-    *,
-    seq_len: int,
-    sequences: int,
-    samples: int,
-    chat: bool,
-    calibrated: Sequence[Sketch] = (),
-    reply: int | None = None,
+    reader: TokenReader, model: ModelLayers, asked: ComparisonData, seq_len: int, calibrated: Sequence[Sketch] = ()
 ) -> ComparisonSet:
     """Read the sources and generate the tasks.
 
     Args:
         reader: reads the sources, and has the tokenizer for tasks.
         model: gives `first_sparse_position`.
-        sources: each gives an equal share of `sequences`, as in `indexcache-search`; may be empty.
-        tasks: names from `TASKS`.
-        haystack: source of the text around the needles.
+        asked: the sources and tasks.
         seq_len: tokens of each sequence.
-        sequences: number of sequences of all sources together.
-        samples: number of samples of each task.
-        chat: put the chat template around a task's text.
         calibrated: sketches of the texts that the patterns were calibrated on; these are left out.
-        reply: for models with indexers: tokens at the end of each sequence that are read one by one, behind a prompt;
-            only these count. Dense models take replies from the data.
 
     Raises:
         DataError: if there is nothing to compare on, or a source has too few tokens.
     """
+    sources, tasks, samples = asked.sources, asked.tasks, asked.samples
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(TASKS)}")
@@ -77,7 +95,7 @@ def build(
     parts, left_out = [], 0
     if sources:
         packer = Packer(reader, model, seq_len, calibrated)
-        parts.append(packer.held_out(sources, sequences))
+        parts.append(packer.held_out(sources, asked.sequences))
         left_out = packer.left_out
     tokens = [token_set.tokens for token_set in parts]
     scored = [token_set.scored for token_set in parts]
@@ -88,12 +106,12 @@ def build(
     if tasks:
         tokenizer, characters = reader.tokenizer, seq_len * 16
         text: list[int] = []
-        for document in reader.documents(haystack, EVALUATION_ORDER_SEED):
+        for document in reader.documents(asked.haystack, EVALUATION_ORDER_SEED):
             text += [token for section in document for token in section.tokens.tolist()]
             if len(text) >= characters:
                 break
     for number, task in enumerate(tasks):
-        made = [sample(task, tokenizer, text, seq_len, seed, chat=chat) for seed in range(samples)]
+        made = [sample(task, tokenizer, text, seq_len, seed, chat=asked.chat) for seed in range(samples)]
         first = sum(map(len, tokens))
         answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
         tokens.append(np.stack([drawn.tokens for drawn in made]))
@@ -103,6 +121,6 @@ def build(
         source_of.append(np.full(samples, len(names) - len(tasks) + number))
     prompt = np.concatenate(prompts) if reader.replies else None
     data = TokenSet(np.concatenate(tokens), np.concatenate(scored), np.concatenate(source_of), tuple(names), prompt)
-    if reply is not None:
-        data = data.ending_in_replies(reply)
+    if asked.reply is not None:
+        data = data.ending_in_replies(asked.reply)
     return ComparisonSet(data, answers, left_out)

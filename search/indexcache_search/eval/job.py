@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,33 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from indexcache_search.console import messages
-from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.engines.settings import RunSettings
 from indexcache_search.eval.candidates import Candidates
+from indexcache_search.eval.held_out import ComparisonData
 from indexcache_search.eval.speed.turns import Load
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonData:
-    """Data of a comparison, see `held_out.build`. `seq_len` None means 4 x what a query selects.
-
-    `rows` says how rows are read. With `only_shown` the data are printed and nothing is compared.
-    """
-
-    sources: tuple[str, ...]
-    seq_len: int | None
-    sequences: int
-    tasks: tuple[str, ...] = ()
-    haystack: str = "demo:text"
-    samples: int = 16
-    chat: bool = False
-    reply: int | None = None
-    rows: RowOptions = AS_THEY_ARE
-    only_shown: bool = False
-
-    def reads(self) -> dict[str, Sequence[str]]:
-        """Return the inputs by option, for `check_apart`."""
-        return {"--evaluation": self.sources, "--tasks haystack": [self.haystack]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from indexcache_search.data.tokens import default_reply
 from indexcache_search.engines.registry import Surroundings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import held_out, measure, result
-from indexcache_search.eval.held_out import ComparisonSet
-from indexcache_search.eval.job import ComparisonData, ComparisonJob
+from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
+from indexcache_search.eval.job import ComparisonJob
 from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.speed import servers
 from indexcache_search.eval.speed.estimate import estimated, prices_at
@@ -108,19 +108,7 @@ def _begun(job: ComparisonJob) -> _Begun | None:
             warn(console, f"--speed: reckoned as {speed_prices[0].table}, which this model is not: {unlike}")
     data = _with_reply(data, lines, seq_len, console)
     reader = TokenReader(lambda: load_tokenizer(job.model), config.vocab_size, seq_len, description.dense, data.rows)
-    built = held_out.build(
-        reader,
-        description,
-        data.sources,
-        data.tasks,
-        data.haystack,
-        seq_len=seq_len,
-        sequences=data.sequences,
-        samples=data.samples,
-        chat=data.chat,
-        calibrated=candidates.calibrated_on(specs),
-        reply=data.reply,
-    )
+    built = held_out.build(reader, description, data, seq_len, candidates.calibrated_on(specs))
     if data.only_shown:
         dry_run.show(reader, {"evaluation": built.data})
         return None

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from indexcache_dense.family.backends import BACKENDS, make_backend_class
 from indexcache_dense.family.keys import WINDOW_KEYS
 from indexcache_dense.reuse import NO_MEMORY
 from indexcache_dense.selection import COMPRESSED_KEYS, JOINT, OWN_SCORES, STRIDE, Selection, selection_in
 from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.families.combination import Combination
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
 from sglang_indexcache.sglang.overrides import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 from sglang_indexcache.sglang.requested import allows_unread
-
-if TYPE_CHECKING:
-    from sglang_indexcache.serving.combinations import Combination
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
@@ -47,6 +45,24 @@ _CHOSEN_IN_DECODING = "pages are chosen while single tokens are decoded"
 
 SERVED_POLICIES = ("none", "ema", "refresh")
 BACKEND_ATTRIBUTES = ("attn_backend", "decode_attn_backend")  # of a model runner
+_COMBINATIONS = (
+    Combination(
+        "backend of dense attention",
+        ("--attention-backend flashinfer, torch_native",),
+        "flashinfer: SGLang 0.5.17 on an H100; torch_native: SGLang 0.5.23 on CPUs",
+        ("attention_backend",),
+        lambda arguments: arguments.attention_backend in ("flashinfer", "torch_native"),
+        family="dense_gqa",
+    ),
+    Combination(
+        "pages of 16 tokens",
+        ("--page-size 16",),
+        "SGLang 0.5.23 on CPUs; SGLang 0.5.17 on an H100",
+        ("page_size",),
+        lambda arguments: arguments.page_size == 16,
+        family="dense_gqa",
+    ),
+)
 
 _ROLE = "indexcache"  # attribute of a RadixAttention that holds its `LayerRole`
 CAPTURED = "indexcache_captured"
@@ -111,9 +127,7 @@ class DenseGqaSglang(SglangAdapter):
 
     def combinations(self) -> tuple[Combination, ...]:
         """See `SglangAdapter.combinations`."""
-        from indexcache_dense.family.combinations import COMBINATIONS  # it names the family
-
-        return COMBINATIONS
+        return _COMBINATIONS
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """See `SglangAdapter.refused_with`: who keeps something of requests must see their prompts."""

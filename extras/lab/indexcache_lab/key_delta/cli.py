@@ -123,7 +123,8 @@ def evaluate(
         options.check_runs_here(device, dtype)
         from indexcache_lab.key_delta.compare import KeyCandidates, read_thresholds
         from indexcache_search.engines.settings import RunSettings
-        from indexcache_search.eval.job import ComparisonData, ComparisonJob
+        from indexcache_search.eval.held_out import ComparisonData
+        from indexcache_search.eval.job import ComparisonJob
         from indexcache_search.eval.run import run, show
 
         candidates = KeyCandidates(

@@ -125,7 +125,7 @@ def offload(
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_lab.offload.result import Limits
         from indexcache_lab.offload.run import PlanRequest, run, show
-        from indexcache_search.eval.job import ComparisonData
+        from indexcache_search.eval.held_out import ComparisonData
 
         limits = Limits(
             bytes_a_step=None if max_transfer is None else max_transfer * 1e6,

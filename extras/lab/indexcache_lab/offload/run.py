@@ -38,8 +38,7 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.eval import measure
-from indexcache_search.eval.held_out import ComparisonSet
-from indexcache_search.eval.job import ComparisonData
+from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
 from indexcache_search.eval.measure import Compared
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.estimates import Estimate
