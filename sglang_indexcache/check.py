@@ -114,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
+    for name, value in vars(options).items():
+        if [] in (value if name == "server" else [value]):  # what argparse makes of `--`
+            parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
         parser.error(f"expected one of a pattern, --environment, --known, and --model with {FLAG}")
@@ -195,6 +198,7 @@ def _pattern(options: argparse.Namespace) -> int:
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
+    more = options.server_args is not None or bool(options.server)
     if options.model is not None:
         report = check(
             spec,
@@ -206,7 +210,7 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        text.append(as_text(report))
+        text.append(as_text(report, last=not more))
     else:
         pattern = spec.known()
         architecture = None if spec.file is None else spec.file.model.architecture
@@ -223,6 +227,8 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
+    if options.model is not None and more and not result["problems"]:
+        text.append("no problems")
 
 
 def _source(options: argparse.Namespace) -> SglangSource | None:
@@ -254,6 +260,7 @@ def _check_launch(
         problems = [*_another(served, spec, pattern), *problems]
     wrong, others = override.in_launch_line(
         readings.lines[-1], pattern, family, file=spec.file, model=options.model, unpacked=options.sglang
+
     )
     problems += [*wrong, *_unread(options, pattern, family, ours, variables)]
     result["warnings"] = [*result.get("warnings", ()), *others]

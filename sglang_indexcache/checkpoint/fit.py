@@ -87,19 +87,22 @@ def check(
     """
     checkpoint = Checkpoint.read(model)
     pattern = spec.unchecked(checkpoint.model.native, checkpoint.locked)
-    problems, notes = [str(error) for error in checkpoint.misfits(pattern, spec.file, allow_config_mismatch)], []
+    family, override, given, notes = checkpoint.family, None, {}, []
+    served, refused = checkpoint, []
+    try:
+        given = parse_overrides(user_overrides)
+        override = family.sglang.to_overrides(given, pattern)
+        if given:
+            served = Checkpoint.read(model, given)
+    except IndexCacheError as error:
+        refused.append(str(error))
     if spec.is_uniform and len(checkpoint.locked) and pattern != spec.unchecked(checkpoint.model.native, ()):
         notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
-    family, override, given = checkpoint.family, None, {}
-    heads = list(family.sglang.head_troubles(checkpoint.model, arguments or LaunchLine()))
-    problems += [trouble.line for trouble in heads if trouble.certain]
-    try:
-        given = parse_overrides(user_overrides)
-        override = family.sglang.to_overrides(given, pattern)
-    except IndexCacheError as error:
-        problems.append(str(error))
+    heads = list(family.sglang.head_troubles(served.model, arguments or LaunchLine()))
+    problems = [str(error) for error in served.misfits(pattern, spec.file, allow_config_mismatch)]
+    problems += [*(trouble.line for trouble in heads if trouble.certain), *refused]
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
@@ -149,8 +152,13 @@ def check(
     )
 
 
-def as_text(report: Report) -> str:
-    """Return the report for people: one line for each fact, a table by layer, problems last."""
+def as_text(report: Report, last: bool = True) -> str:
+    """Return the report for people: one line for each fact, a table by layer, problems last.
+
+    Args:
+        report: the report.
+        last: if false, more is checked behind it, and it does not say that there are no problems.
+    """
     pattern = Pattern.parse(report.pattern, report.selection)
     own = f" and {len(pattern.own_layers)} F" if pattern.own_layers else ""
     lines = [
@@ -173,8 +181,8 @@ def as_text(report: Report) -> str:
     if report.alone:
         lines += [f"{FLAG} as it was given, without the launcher:", *reading_lines(report.alone, pattern.roles), ""]
     lines += remarks(report.notes, report.warnings)
-    lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"]
-    return "\n".join(lines)
+    lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"] * last
+    return "\n".join(lines).rstrip()
 
 
 def remarks(notes: Iterable[str], warnings: Iterable[str]) -> list[str]:

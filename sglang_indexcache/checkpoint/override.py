@@ -157,6 +157,7 @@ def in_launch_line(
     file: PatternFile | None = None,
     model: str | None = None,
     unpacked: Path | None = None,
+    allow_config_mismatch: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Judge the override of a launch line beside a pattern.
 
@@ -167,9 +168,11 @@ def in_launch_line(
         file: the pattern's file, which says for which model it is.
         model: folder or hub id; `None` if it is not known.
         unpacked: an SGLang to read instead of the installed one.
+        allow_config_mismatch: whether the file may be made for another config.json.
 
     Returns:
-        Problems, if it is not one that the launcher would add the pattern to; warnings, if it would run other layers
+        Problems, if it is not one that the launcher would add the pattern to, or makes another model than the file was
+        made for; warnings, if it would run other layers
         alone.
 
     Raises:
@@ -180,10 +183,20 @@ def in_launch_line(
         return [], []
     if model is None and isinstance(line.model_path, str) and Path(line.model_path).is_dir():
         model = line.model_path
-    family = family if model is None else Checkpoint.read(model).family
+    checkpoint = None if model is None else Checkpoint.read(model)
+    family = family if checkpoint is None else checkpoint.family
     try:
         overrides = parse_overrides(str(text))
         family.sglang.to_overrides(overrides, pattern)
+        if (
+            model is not None
+            and checkpoint is not None
+            and not checkpoint.misfits(pattern, file, allow_config_mismatch)
+        ):
+            served = Checkpoint.read(model, overrides)
+            found = [str(error) for error in served.misfits(pattern, file, allow_config_mismatch)]
+            if found:
+                return found, []
     except IndexCacheError as error:
         return [str(error)], []
     if not says_roles(overrides):

@@ -49,6 +49,11 @@ class StatusError(ServerError):
         super().__init__(message)
         self.code, self.detail = code, detail
 
+    @property
+    def whole(self) -> str:
+        """The message with the explanation, if there is one."""
+        return f"{self}: {self.detail}" if self.detail else str(self)
+
 
 def ask(
     url: str | Address,

@@ -95,7 +95,7 @@ class ConfigKeys:
         """
         names = [key, *(alias for alias, meant in self.aliases.items() if meant == key)]
         names = [item for item in names if config.get(item) is not None]
-        other = next((item for item in names if config[item] != config[names[0]]), None)
+        other = next((item for item in names[1:] if config[item] != config[names[0]]), None)
         if other is not None:
             raise ModelConfigError(
                 f"{where}: {names[0]} is {_short(config[names[0]])} and {other} is {_short(config[other])}, which are"

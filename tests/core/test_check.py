@@ -190,6 +190,9 @@ def test_bad_overrides_are_refused(given: str, message: str) -> None:
         ["p.yaml", "--server", "http://x", "--sglang", "folder"],
         ["p.yaml", "--server", "http://x", "--allow-config-mismatch"],
         ["p.yaml", "--server", "http://x", "--json-model-override-args", '{"rope_theta": 1}'],
+        ["FSSS", "--server-args", "--"],
+        ["FSSS", "--model=--"],
+        ["FSSS", "--server=--"],
     ],
 )
 def test_what_to_check_must_be_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,6 +308,16 @@ def test_a_launch_line_that_would_not_serve_it_is_a_problem(
     """Exit code 0 for a line that the server refuses would let it through a deployment's checks."""
     found = problems(["FSSFSS", "--server-args", line], capsys)
     assert len(found) == 1 and found[0].startswith(f"problem: {problem}")
+
+
+@pytest.mark.parametrize(("line", "code"), [("--tp 2", 0), ("--enable-two-batch-overlap", 1)])
+def test_no_problems_is_said_once_all_was_checked(
+    line: str, code: int, model: Path, write_file: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stood above the problems of a launch line."""
+    assert main([write_file(), "--model", str(model), "--server-args", line]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("no problems") == 1 - code and lines[-1].startswith("problem: " if code else "no problems")
 
 
 def test_a_launch_line_that_serves_it_has_our_flags_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,11 @@ def saved_again(config: dict[str, Any]) -> dict[str, Any]:
     return {**content, "architectures": config["architectures"]}
 
 
+def test_a_number_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(ModelConfigError, match="hidden_size is nan, expected a number"):
+        describe(tiny_config(hidden_size=float("nan")), "x")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_transformers_saved_again_is_the_same(name: str) -> None:
     config = CONFIGS[name]

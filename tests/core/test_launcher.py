@@ -51,6 +51,7 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-pattern"],
         ["--indexcache-pattern", "--tp"],
         ["--indexcache-pattern="],
+        ["--indexcache-pattern=--"],
         ["--indexcache-pattern=a"] * 2,
         ["--indexcache-pattern=a", "--indexcache-calibrate"],
         ["--indexcache-shard-indexers", "--indexcache-calibrate"],

@@ -65,6 +65,7 @@ def test_a_folder_goes_before_a_hub_id(folder: Path) -> None:
         ("owner/name:Q4_K_M", "owner/name:Q4_K_M: no such folder, and not a hub id like owner/name"),
         ('"models/glm5"', "model is '\"models/glm5\"', quotes or white space and all; expected models/glm5"),
         ("models/glm5 ", "quotes or white space and all; expected models/glm5"),
+        ("\ufeffmodels/glm5", "and all; expected models/glm5"),
         ("s3://bucket/glm5?key=SECRET", "model is an address (s3://), which is not read here; expected a folder"),
         ("gs://bucket/glm5", "model is an address (gs://), which is not read here"),
         ("oci://registry/glm5:latest", "model is an address (oci://), which is not read here"),

@@ -11,11 +11,12 @@ import pytest
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import to_sglang
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.overrides import merged
+from sglang_indexcache.sglang.overrides import FLAG, merged
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
@@ -89,6 +90,30 @@ def test_keys_inside_of_a_part_are_refused(part: str, tmp_path: Path) -> None:
     for inner in ({"index_topk": 4}, {"hidden_size": 1}):
         with pytest.raises(IndexCacheError, match=f"--json-model-override-args: {part} is "):
             served("glm", {part: inner}, tmp_path)
+
+
+@pytest.mark.parametrize("topk", [4, 8])
+@pytest.mark.parametrize("allow", [(), ("--allow-config-mismatch",)], ids=["", "allowed"])
+@pytest.mark.parametrize("place", ["beside", "in a line", "in a line with the model"])
+def test_the_check_refuses_what_the_server_refuses(
+    place: str, allow: tuple[str, ...], topk: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said `no problems` of a model with other keys than the file was made for."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))  # index_topk is 8
+    pattern_file(Pattern("FSSFSS"), tiny_config()).save(tmp_path / "p.yaml")
+    given, model = json.dumps({"index_topk": topk}), str(tmp_path)
+    arguments = {
+        "beside": [*allow, "--model", model, FLAG, given],
+        "in a line": [*allow, "--model", model, "--server-args", f"{FLAG} '{given}'"],
+        "in a line with the model": [
+            "--server-args",
+            f"--model-path {model} {FLAG} '{given}' {'--indexcache-allow-config-mismatch' * bool(allow)}",
+        ],
+    }[place]
+    refused = topk != 8 and not allow
+    assert main([model + "/p.yaml", *arguments]) == refused
+    out = capsys.readouterr().out
+    assert out.count("problem: ") == out.count("index_topk is 8 in the file, 4 in ") == refused
 
 
 def test_overrides_are_merged_as_sglang_does() -> None:

@@ -115,6 +115,7 @@ def test_check_takes_every_form(path: Path, tmp_path: Path, capsys: pytest.Captu
         ('"FFSFSS"', "pattern is '\"FFSFSS\"', quotes or white space and all; expected FFSFSS"),
         (" FFSFSS", "expected FFSFSS"),
         ("FFSFSS\n", "expected FFSFSS"),
+        ("\ufeffFFSFSS\r\n", "expected FFSFSS$"),
         ("'uniform@1/4'", "expected uniform@1/4"),
         ("\u201cp.yaml\u201d", "expected p.yaml"),
         ('"p.yaml"@1/4', "expected p.yaml@1/4"),

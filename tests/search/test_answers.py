@@ -309,6 +309,15 @@ def test_answers_that_are_none(
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(("content", "end"), [(b"", "answers 404"), (b"no such path", "answers 404: no such path")])
+def test_an_error_without_an_explanation_ends_without_a_colon(
+    content: bytes, end: str, answering: Callable[..., None]
+) -> None:
+    answering(content, 404, "X: y")
+    with pytest.raises(SearchError, match=f"{end}$"):
+        endpoint().logprobs(PROMPT)
+
+
 def test_it_asks_in_a_running_event_loop(answering: Callable[..., None]) -> None:
     """As in a notebook."""
     answering(b"[1]")

@@ -125,6 +125,15 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "none.yaml: No such file" in done.output and not found
 
 
+@pytest.mark.parametrize("command", ["search", "eval", "distill", "offload", "watch"])
+def test_each_command_has_a_section_that_others_do_not_read(command: str, tmp_path: Path) -> None:
+    assert run(tmp_path, f"model: m\n{command}: {{nothing: 1}}").exit_code == 0 and found[0]["model"] == "m"
+    (tmp_path / "run.yaml").write_text(f"{command}: {{model: n}}")
+    words = ["--config", str(tmp_path / "run.yaml")]
+    assert CliRunner().invoke(application_of(), words, prog_name=f"indexcache-{command}").exit_code == 0
+    assert found[1]["model"] == "n"
+
+
 def test_flags_of_a_server_come_from_both(tmp_path: Path) -> None:
     app = application_of(allow_extra_args=True, ignore_unknown_options=True)
     assert run(tmp_path, "model: served\ntp: 8\ndisable_overlap: true", "--page-size", "64", app=app).exit_code == 0

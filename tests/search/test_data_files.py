@@ -63,6 +63,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "marked.csv": lambda path: path.write_bytes(CSV.encode("utf-8-sig")),
     "marked.jsonl": lambda path: path.write_bytes(LINES.encode("utf-8-sig")),
     "marked.json": lambda path: path.write_bytes(json.dumps(ROWS).encode("utf-8-sig")),
+    "appended.jsonl": lambda path: path.write_text("".join(f"\ufeff{line}" for line in LINES.splitlines(True))),
     "sixteen.jsonl": lambda path: path.write_bytes(LINES.encode("utf-16")),
     "thirtytwo.jsonl": lambda path: path.write_bytes(LINES.encode("utf-32")),
     "rows.jsonl.gz": lambda path: path.write_bytes(

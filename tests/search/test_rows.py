@@ -200,6 +200,23 @@ def test_columns_that_are_not_read_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"input": "a", "output": "b"}, "input, output"),
+        ({"prompt": None, "query": "a", "answer": "b"}, "query, answer"),
+        ({"conversations": turns("a")}, "conversations"),
+        ({"content": "a"}, "content"),
+        ({"instruction": "a", "response": "b"}, "instruction, response"),
+        ({"context": "a", "question": "b", "answers": ["c"]}, "context, question, answers"),
+        ({"body": {"messages": turns("a")}}, "body (batch)"),
+        ({"obj": {}, "out": {}}, "obj, out (SGLang's log)"),
+    ],
+)
+def test_rows_are_named_by_the_columns_of_the_user(row: dict[str, Any], name: str) -> None:
+    assert shape_of(row).named(row) == name
+
+
+@pytest.mark.parametrize(
     ("row", "text", "counts"),
     [
         (
@@ -268,6 +285,17 @@ def test_what_a_template_leaves_out_is_said(tmp_path: Path) -> None:
     reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, options=options)
     assert list(reader.documents(str(path), 0))
     assert reader.notes == tuple(f"{path}: the chat template leaves out {word}" for word in ("tools", "reasoning"))
+
+
+def test_roles_that_a_template_leaves_out_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    first = [{"role": "developer", "content": "Be brief."}, {"role": "system", "content": 'Think "so".'}]
+    path.write_text(json.dumps({"messages": [*first, *turns("Look.", "There."), {"role": "tool", "content": "late"}]}))
+    template = "{% for m in messages if m.role != 'developer' %}{{ m.content | tojson }}{% endfor %}"
+    for options in (RowOptions(chat_template=template), RowOptions(chat_template=template, turns="last")):
+        reader = TokenReader(fresh_tokenizer, tokenizer().vocab_size, 512, options=options)
+        assert list(reader.documents(str(path), 0))
+        assert reader.notes == (f"{path}: the chat template leaves out messages of role developer",)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ on from there. So a log counts once whether it is renamed (as SGLang does), copi
 
 from __future__ import annotations
 
+import codecs
 import copy
 import gzip
 import hashlib
@@ -27,6 +28,7 @@ _LINES = re.compile(r"\.(jsonl|ndjson|log)([.-][\dT:_.-]*\d)?(\.gz)?$", re.IGNOR
 ENDINGS = ".log, .jsonl or .ndjson (rotated: .log.1, .log-20261128; with .gz behind it), .json, .parquet, .arrow"
 _STAMP = re.compile(rb"\[[\d :,.-]+\] (?=\{)")  # before each line of SGLang's log
 _CONTAINER = re.compile(rb'\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d) std(out|err) [FP] |\{"log": ?"')  # CRI's, Docker's
+_NO_OBJECT = "not an object such as {...}; expected one on each line"
 _BATCH = 1 << 22  # bytes of lines at a time; while they are scored, the file may be cut
 _ENDS = 512  # bytes of the beginning, and of the end of what was read, that tell a file that was cut from one that grew
 _CUT_OFF = (EOFError, zlib.error, gzip.BadGzipFile)
@@ -126,7 +128,8 @@ class GrowingFiles:
                 lines.seek(reading.end)
                 for line in lines if compressed else lines.readlines(_BATCH):
                     record = _record(line)
-                    if not line.endswith(b"\n") and (not last or isinstance(record, RowError)):
+                    unfinished = isinstance(record, RowError) and str(record) != _NO_OBJECT
+                    if not line.endswith(b"\n") and (not last or unfinished):
                         if compressed:
                             reading.done = state
                         break  # still being written, or cut off by the end of its server
@@ -175,7 +178,8 @@ class GrowingFiles:
 
 
 def _record(line: bytes) -> Record:
-    """Return the object on a line."""
+    """Return the object on a line, which a byte order mark may begin, as in files from Windows."""
+    line = line.removeprefix(codecs.BOM_UTF8)
     stamp = _STAMP.match(line)
     try:
         content: Any = json.loads(line[0 if stamp is None else stamp.end() :].decode())
@@ -188,7 +192,7 @@ def _record(line: bytes) -> Record:
         )
     if content is None:
         return RowError("not JSON; expected SGLang's log with --log-requests-format json, or rows with input_ids")
-    return content if isinstance(content, dict) else RowError("not an object such as {...}")
+    return content if isinstance(content, dict) else RowError(_NO_OBJECT)
 
 
 def files_of(path: Path) -> tuple[list[Path], list[Path]]:

@@ -29,7 +29,7 @@ def temporary(error: IndexCacheError) -> bool:
 
 def described(error: IndexCacheError) -> str:
     """Return an error with what the server says of it, one line."""
-    return one_line(f"{error}: {error.detail}" if isinstance(error, StatusError) and error.detail else error, 400)
+    return one_line(error.whole if isinstance(error, StatusError) else error, 400)
 
 
 class Outages:

@@ -28,6 +28,7 @@ from sglang_indexcache.io.errors import one_line
 LARGEST_ID = (1 << 31) - 1
 BAD = "it can't be understood"
 _EVENT, _FINISHED = "event", "request.finished"
+_WRITTEN = ("loss_mask", "labels")  # say what a model wrote
 _MEDIA = ("image_data", "video_data", "audio_data")
 
 
@@ -150,6 +151,8 @@ def read(place: str, record: Record) -> Request | str | None:
         parts = [_ids(record.get(name), name) for name in ("input_ids", "output_ids")]
         tokens = np.concatenate(parts)
         counts = np.arange(len(tokens)) >= len(parts[0])
+    elif all(record.get(name) is None for name in _WRITTEN):
+        raise RowError(f"has input_ids alone, expected {', '.join(_WRITTEN)} or output_ids beside them")
     else:
         section = shape_of(record).read(record)
         assert isinstance(section, Section)  # the first shape is that of input_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,30 @@ def test_rows_of_a_searchs_data_are_requests(tmp_path: Path) -> None:
         ([1, 2], [False, True]),
         ([7, 8, 9], [False, False, True]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"input_ids": [1, 2], "response_ids": [3]}', "has input_ids alone, expected loss_mask, labels or output_ids"),
+        ('[{"input_ids": [1, 2], "output_ids": [3]}]', "not an object such as {...}; expected one on each line"),
+    ],
+)
+def test_rows_that_nobody_can_score_are_refused_without_a_line_break_too(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    """The prompt counted as if a model had written it; a list on a last line was taken for a line being written."""
+    for end in ("\n", ""):
+        (tmp_path / "rows.jsonl").write_text(text + end)
+        with pytest.raises(DataError, match=rf"line 1: {re.escape(message)}"):
+            found(tmp_path)
+
+
+def test_a_byte_order_mark_may_begin_a_file(tmp_path: Path) -> None:
+    mark = "\ufeff"  # written by editors on Windows
+    (tmp_path / "rows.jsonl").write_text(mark + json.dumps({"input_ids": [1, 2], "output_ids": [3]}) + "\n")
+    (tmp_path / "a.log").write_text(mark + finished([4], [5]))
+    assert sorted(found(tmp_path)) == [([1, 2, 3], [False, False, True]), ([4, 5], [False, True])]
 
 
 def test_a_log_is_read_on_from_its_end_and_a_line_when_it_is_whole(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _log(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _row(line: str) -> Record:
     try:
-        return _object(json.loads(line))
+        return _object(json.loads(line.removeprefix("\ufeff")))  # of a file that was appended to another
     except (ValueError, RecursionError):
         return RowError("not JSON")
 

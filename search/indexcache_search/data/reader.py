@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class SourceReading:
     """Counts of the rows read so far from one source for one purpose. A row is a document.
 
     Attributes:
-        rows: number of rows understood, by shape.
+        rows: number of rows understood, by the columns that were read.
         repeats: number of rows of which all or a part repeats others that were read, and is left out.
         held_out: number of rows of which all or a part is in the evaluation set, which another source gave.
         aside: number of rows set aside for the evaluation set, which this source gave.
@@ -190,7 +191,7 @@ class TokenReader:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(wrong):
             raise RowError(f"token id {wrong[0]}, expected 0 to {self._vocab_size - 1}")
-        reading.rows[shape.name] += 1
+        reading.rows[shape.named(record)] += 1
         reading.unread.update(shape.unread(record))
         reading.tokens += len(tokens)
         reading.counted += int(mask.sum())
@@ -218,6 +219,8 @@ class TokenReader:
         ):
             if given and not any(name in str(source) for name in names):
                 self._notes[f"{reading.source}: the chat template leaves out {word}"] = None
+        for role in _left_out(content, "".join(text.text for text in written)):
+            self._notes[f"{reading.source}: the chat template leaves out messages of role {role}"] = None
         return written
 
     def _tokenized(self, text: Text) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -244,6 +247,17 @@ class TokenReader:
         if not text.ended and self.tokenizer.eos_token_id is not None:
             ids, flags = [*ids, self.tokenizer.eos_token_id], [*flags, True]
         return np.asarray(ids, np.int64), np.asarray(flags, np.bool_)
+
+
+def _left_out(chat: Chat, text: str) -> list[str]:
+    """Return the roles other than user and assistant whose messages before the last reply are not in a text."""
+    replies = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    found: dict[str, None] = {}
+    for message in chat.messages[: replies[-1]] if replies else ():
+        word = max(re.findall(r"\w+", message["content"]), key=len, default="")
+        if message["role"] not in ("user", "assistant") and word not in text:
+            found[message["role"]] = None
+    return list(found)
 
 
 def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,8 +59,13 @@ class Shape:
             RowError: if its columns can't be understood, or contradict each other.
         """
         if self.name != "input_ids" and row.get("loss_mask") is not None:
-            raise RowError(f"loss_mask stands beside {self.name}, expected it beside input_ids")
+            raise RowError(f"loss_mask stands beside {self.named(row)}, expected it beside input_ids")
         return self._read({names[0]: one_of(row, names) for names in self._columns})
+
+    def named(self, row: Row) -> str:
+        """Return the name with the columns that `row` has, such as `question, answer` of `prompt, response`."""
+        own = [next((name for name in names if row.get(name) is not None), names[0]) for names in self.needs]
+        return ", ".join(own) + "".join(self.name.partition(" (")[1:])
 
     def unread(self, row: Row) -> list[str]:
         """List the columns of `row` that hold a value but are not read."""
@@ -147,6 +154,7 @@ def _logged(row: Cells) -> Section | Text:
 
 def _chosen(row: Cells) -> Chat | Text:
     """Read the preferred answer of a preference pair, with or without its prompt."""
+    row = _unpacked(row)
     prompt, chosen = row["prompt"].value, row["chosen"].value
     if isinstance(chosen, str) and (prompt is None or (isinstance(prompt, str) and chosen.startswith(prompt))):
         return Text.of(prompt or "", chosen.removeprefix(prompt or ""))
@@ -155,6 +163,7 @@ def _chosen(row: Cells) -> Chat | Text:
 
 def _continued(row: Cells, name: str) -> Chat | Text:
     """Join a prompt and its continuation `name`: strings unchanged, messages through the template."""
+    row = _unpacked(row)
     prompt, end = row["prompt"], row[name]
     if isinstance(prompt.value, str) and isinstance(end.value, str):
         return Text.of(prompt.value, end.value)
@@ -163,6 +172,22 @@ def _continued(row: Cells, name: str) -> Chat | Text:
     if behind.value[: len(before.value)] == before.value or (isinstance(prompt.value, str) and asked):
         return _chat(row, behind)  # the prompt is in it, too
     return _chat(row, before, behind)
+
+
+def _unpacked(row: Cells) -> Cells:
+    """Return cells of which those that hold messages as JSON, as tables do, hold the messages."""
+    return {name: Cell(_messages_of(cell.value), cell.name) for name, cell in row.items()}
+
+
+def _messages_of(value: Any) -> Any:
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if isinstance(found, list) and all(
+                isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
+            ):
+                return found
+    return value
 
 
 def _turn(cell: Cell, role: str) -> Cell:
@@ -216,6 +241,7 @@ def _ruler(row: Cells) -> Text:
 
 def _answer(row: Cells, question: str = "prompt", answer: str = "response") -> Chat:
     """Read a question and its answer: strings, or messages."""
+    row = _unpacked(row)
     prompt, reply = row[question], row[answer]
     if not (isinstance(reply.value, list) and reply.value and isinstance(reply.value[0], dict) and _says(reply.value)):
         reply = _first(reply)

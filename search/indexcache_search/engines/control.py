@@ -66,6 +66,6 @@ class Control:
                 raise SearchError(f"{url}: is not in calibration mode; expected --indexcache-calibrate") from None
             if error.code >= 500:
                 raise ServerLostError(f"{url}: answers {error.code}") from None
-            raise SearchError(f"{error}: {error.detail}") from None
+            raise SearchError(error.whole) from None
         except ServerError as error:
             raise SearchError(f"{error}; expected a server with this version of sglang-indexcache") from None

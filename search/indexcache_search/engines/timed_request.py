@@ -143,7 +143,7 @@ def _timed(address: Address, content: bytes, limit: int, count: int, key: str | 
     except StatusError as error:
         if error.code == 404:
             raise SearchError(f"{address}: has no {_PATH}, expected an SGLang server") from None
-        raise SearchError(f"{error}: {error.detail}") from None
+        raise SearchError(error.whole) from None
     if first is None or found.completion_tokens != count:
         raise SearchError(f"{address}: gave {found.completion_tokens} tokens, expected the {count} requested")
     if found.cached_tokens >= OPENING:

@@ -127,4 +127,4 @@ class Endpoint:
         try:
             return ask(self.address, path, form, body, seconds=REQUEST_SECONDS, max_bytes=limit)
         except StatusError as error:
-            raise SearchError(f"{error}: {error.detail}") from None
+            raise SearchError(error.whole) from None
