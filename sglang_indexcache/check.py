@@ -27,6 +27,7 @@ from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.errors import IndexCacheError, PatternError
 from sglang_indexcache.io.refusal import (
+    ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     GROUPING_VARIABLE,
     PATTERN_VARIABLE,
@@ -42,8 +43,8 @@ from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.judge import family_in, judge
 from sglang_indexcache.serving.preflight import replacing, unread
 from sglang_indexcache.sglang.asked import Asked, split_arguments
-from sglang_indexcache.sglang.launch_line import Readings, split_text
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
+from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from sglang_indexcache.version import version
 
@@ -200,13 +201,17 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
     more = options.server_args is not None or bool(options.server)
     if options.model is not None:
+        line, allow = None, options.allow_config_mismatch
+        if options.server_args is not None:
+            variables, ours, readings = _launch_line(options)
+            line, allow = readings.lines[-1], allow or _allows(variables, ours)
         report = check(
             spec,
             options.model,
-            user_overrides=options.json_model_override_args,
-            allow_config_mismatch=options.allow_config_mismatch,
+            user_overrides=_overrides(options, line),
+            allow_config_mismatch=allow,
             unpacked=options.sglang,
-            arguments=None if options.server_args is None else _launch_line(options)[2].lines[-1],
+            arguments=line,
         )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
@@ -235,6 +240,22 @@ def _source(options: argparse.Namespace) -> SglangSource | None:
     return SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
 
 
+def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
+    """Return the overrides that the server is started with: those of the check's own flag, or of the launch line."""
+    own: str = options.json_model_override_args
+    text = None if line is None else line.json_model_override_args
+    if text is None:
+        return own
+    if own != "{}" and parse_overrides(own) != parse_overrides(str(text)):
+        raise IndexCacheError(f"{FLAG} is not that of --server-args; expected one of the two")
+    return str(text)
+
+
+def _allows(variables: Mapping[str, str], ours: Asked) -> bool:
+    """Return whether a launch line accepts a file that was made for another config.json."""
+    return ours.allow_mismatch or variables.get(ALLOW_MISMATCH_VARIABLE) == "1"
+
+
 def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
@@ -258,11 +279,20 @@ def _check_launch(
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
+    allow = options.allow_config_mismatch or _allows(variables, ours)
     wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, file=spec.file, model=options.model, unpacked=options.sglang
-
+        readings.lines[-1],
+        pattern,
+        family,
+        file=spec.file,
+        model=options.model,
+        unpacked=options.sglang,
+        allow_config_mismatch=allow,
     )
-    problems += [*wrong, *_unread(options, pattern, family, ours, variables)]
+    said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
+    problems += [line for line in wrong if line not in said]
+    problems += _unread(options, pattern, family, ours, variables)
+    others = [line for line in others if line not in said]
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)

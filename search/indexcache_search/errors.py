@@ -11,6 +11,14 @@ class RowError(DataError):
     """One row that can't be used; the reader adds which one."""
 
 
+class LeftOutError(RowError):
+    """One row that is no mistake and can't be used; the reader counts it by this reason."""
+
+
+class NoRequestsError(DataError):
+    """A log without a finished request; others beside it may have some, as after a rotation."""
+
+
 class SearchError(IndexCacheError):
     """A search that can't be run as requested."""
 

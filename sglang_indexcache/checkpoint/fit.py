@@ -72,12 +72,12 @@ def check(
     unpacked: Path | None = None,
     arguments: LaunchLine | None = None,
 ) -> Report:
-    """Check the pattern that `spec` names against `model`, a folder or hub id.
+    """Check the pattern that `spec` names against `model`, a folder or hub id, as a server would read it.
 
     Args:
         spec: the pattern.
         model: folder or hub id.
-        user_overrides: `--json-model-override-args`.
+        user_overrides: `--json-model-override-args`; what they make of the model is what must fit.
         allow_config_mismatch: whether the file may be made for another config.json.
         unpacked: an SGLang to read instead of the installed one.
         arguments: SGLang's flags, for the heads of a rank; `None` where none were given.
@@ -86,23 +86,21 @@ def check(
         IndexCacheError: if the model or the overrides can't be read.
     """
     checkpoint = Checkpoint.read(model)
-    pattern = spec.unchecked(checkpoint.model.native, checkpoint.locked)
-    family, override, given, notes = checkpoint.family, None, {}, []
-    served, refused = checkpoint, []
+    served, pattern = checkpoint, spec.unchecked(checkpoint.model.native, checkpoint.locked)
+    family, override, given, problems, notes = checkpoint.family, None, {}, list[str](), list[str]()
     try:
         given = parse_overrides(user_overrides)
         override = family.sglang.to_overrides(given, pattern)
-        if given:
-            served = Checkpoint.read(model, given)
+        served = Checkpoint.read(model, given)
     except IndexCacheError as error:
-        refused.append(str(error))
+        problems.append(str(error))
+    problems = [*map(str, served.misfits(pattern, spec.file, allow_config_mismatch)), *problems]
     if spec.is_uniform and len(checkpoint.locked) and pattern != spec.unchecked(checkpoint.model.native, ()):
         notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
     heads = list(family.sglang.head_troubles(served.model, arguments or LaunchLine()))
-    problems = [str(error) for error in served.misfits(pattern, spec.file, allow_config_mismatch)]
-    problems += [*(trouble.line for trouble in heads if trouble.certain), *refused]
+    problems += [trouble.line for trouble in heads if trouble.certain]
     installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")

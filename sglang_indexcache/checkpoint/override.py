@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
+from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
 from sglang_indexcache.families.dsa.spellings import (
@@ -26,7 +27,7 @@ from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.overrides import FLAG, PARTS, parse_overrides
+from sglang_indexcache.sglang.overrides import FLAG, PARTS, merged, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 _NEXTN_KEY = "num_nextn_predict_layers"
@@ -171,9 +172,8 @@ def in_launch_line(
         allow_config_mismatch: whether the file may be made for another config.json.
 
     Returns:
-        Problems, if it is not one that the launcher would add the pattern to, or makes another model than the file was
-        made for; warnings, if it would run other layers
-        alone.
+        Problems, if it is not one that the launcher would add the pattern to, or makes another model than that of the
+        file; warnings, if it would run other layers alone, or nobody can say which model it makes.
 
     Raises:
         IndexCacheError: if the model can't be read.
@@ -188,19 +188,13 @@ def in_launch_line(
     try:
         overrides = parse_overrides(str(text))
         family.sglang.to_overrides(overrides, pattern)
-        if (
-            model is not None
-            and checkpoint is not None
-            and not checkpoint.misfits(pattern, file, allow_config_mismatch)
-        ):
-            served = Checkpoint.read(model, overrides)
-            found = [str(error) for error in served.misfits(pattern, file, allow_config_mismatch)]
-            if found:
-                return found, []
+        problems, warnings = _other_model(
+            overrides, pattern, file=file, model=model, allow_config_mismatch=allow_config_mismatch
+        )
     except IndexCacheError as error:
         return [str(error)], []
     if not says_roles(overrides):
-        return [], []
+        return problems, warnings
     if model is not None:
         found = list(alone(model, overrides, unpacked).other_than(pattern.roles))
     else:
@@ -210,7 +204,44 @@ def in_launch_line(
         for architecture in architectures:
             readings = () if configured is None else configured.readings(architecture, config, overrides)
             found += _alone_of(readings, overrides, unpacked).other_than(pattern.roles)
-    return [], [without_launcher(text) for text in found]
+    return problems, [*warnings, *(without_launcher(text) for text in found)]
+
+
+def _other_model(
+    overrides: Mapping[str, Any],
+    pattern: Pattern,
+    *,
+    file: PatternFile | None,
+    model: str | None,
+    allow_config_mismatch: bool,
+) -> tuple[list[str], list[str]]:
+    """Return problems if overrides make another model than that of the file, warnings if nobody can say that.
+
+    Raises:
+        IndexCacheError: if they make none, or one that only a config.json would tell.
+    """
+    if model is not None:
+        served = Checkpoint.read(model, overrides)
+        return [str(error) for error in served.misfits(pattern, file, allow_config_mismatch)], []
+    if file is None or allow_config_mismatch or not merged({}, overrides):
+        return [], []
+    if file.model.config is None:
+        return [], [f"{FLAG}: whether it makes another model than that of the file is not known; expected --model"]
+    config = _config_of(file.model.architecture, file.model.config)
+    file.model.check(describe(merged(config, overrides), f"{file.model.name} with {FLAG}"))
+    return [], []
+
+
+def _config_of(architecture: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json that a pattern file's `config` is of: what it says, with the defaults written out."""
+    found = {"architectures": [architecture], **family_of(architecture).checkpoint.keys[architecture].defaults}
+    for name, value in facts.items():
+        *outer, key = name.split(".")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[key] = value
+    return found
 
 
 def without_launcher(line: str) -> str:

@@ -57,6 +57,7 @@ class _ServerState(BaseModel):
     """The state of one data-parallel rank; without the plugin it names no pattern."""
 
     indexcache: Served | None = None
+    indexcache_calibration: bool = False
 
 
 class _ServerInfo(BaseModel):
@@ -74,6 +75,7 @@ class ServedRank(BaseModel):
         sglang: version of SGLang, if the server says it.
         model: its path or name, if the server says it.
         served: the pattern; `None` where none is served.
+        calibration: whether searches may switch its pattern.
     """
 
     server: str
@@ -81,6 +83,7 @@ class ServedRank(BaseModel):
     sglang: str | None
     model: Annotated[str | None, Field(exclude=True)] = None
     served: Served | None
+    calibration: Annotated[bool, Field(exclude=True)] = False
 
     @property
     def name(self) -> str:
@@ -90,6 +93,8 @@ class ServedRank(BaseModel):
     def problem(self, pattern: Pattern) -> str | None:
         """Return a line if this rank is not proven to serve `pattern`."""
         served, expected = self.served, pattern.fingerprint[:16]
+        if self.calibration:
+            return f"{self.name} is a calibration server, expected fingerprint {expected}"
         if served is None:
             return f"{self.name} serves without a pattern file, expected fingerprint {expected}"
         if served.fingerprint != pattern.fingerprint:
@@ -118,6 +123,7 @@ def ranks(server: str | Address) -> list[ServedRank]:
             sglang=info.version,
             model=info.model,
             served=state.indexcache,
+            calibration=state.indexcache_calibration,
         )
         for number, state in enumerate(info.internal_states)
     ]

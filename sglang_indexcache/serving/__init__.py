@@ -10,7 +10,7 @@ The hooks, and when each runs:
 | before `ModelConfig.__init__` | here, `preflight` | the model fits; the pattern is merged into its overrides |
 | after `_initialize_model`, `ModelRunner.load_model` | `proof`, `ranks` | roles and weights of each rank, all alike |
 | after `ModelRunner.init_attention_backends` | `proof`, `ranks` | of dense models, whose backend has the roles |
-| after `ModelRunner.init_cuda_graphs` | `proof` | of dense models: each graph was captured with the roles |
+| after `ModelRunner.init_cuda_graphs` | `proof`, `counted` | graphs were captured with the roles; replays count |
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
@@ -45,7 +45,7 @@ from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
 from sglang_indexcache.sglang.overrides import parse_overrides
 from sglang_indexcache.sglang.read_sources import never_run
-from sglang_indexcache.sglang.requested import KEY
+from sglang_indexcache.sglang.requested import CALIBRATION_KEY, KEY
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +201,8 @@ def _captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     plan = engines.plan_of_runner(runner)
     if plan is not None:
         proof.check_captured(plan, runner)
+        if not getattr(runner, "is_draft_worker", False):
+            proof.observe_replays(plan, runner)
 
 
 def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -219,11 +221,15 @@ def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Report what was proven in `/server_info` of each DP rank (after `Scheduler.get_internal_state`).
 
+    A calibration server says that it is one.
+
     Raises:
         ProofError: if its model was not proven.
     """
     plan = engines.plan_of(scheduler.server_args)
-    if plan is not None and plan.serves:
+    if plan is not None and not plan.serves:
+        reply.internal_state[CALIBRATION_KEY] = True
+    elif plan is not None:
         found = plan.proven.status(plan.source)
         reply.internal_state[KEY] = {**found, **plan.family.sglang.saved(scheduler.tp_worker.model_runner)}
 

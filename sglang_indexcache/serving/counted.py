@@ -5,8 +5,9 @@ roles were right. So in the first passes each call of an attention module is loo
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
 to 0.5.14 lets S layers do that, too, and nobody reads them. So prompts count once one was longer than a selection.
 Graphs are counted while they are captured, on every rank; where one of prompts is replayed, the method that selects is
-observed. PyTorch's module hooks do the rest. All is taken away once every kind of pass that the server makes was seen,
-and all graphs are captured.
+observed, or, where the graph holds the whole indexer (DeepSeek-V4), SGLang's call that replays it. PyTorch's module
+hooks do the rest. All is taken away once every kind of pass that the server makes was seen, and all graphs are
+captured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 EXTEND, DECODE, VERIFY, DRAFT_EXTEND = "extend", "decode", "target verify", "draft extend"
 SHORT, REPLAYED = "extend, all selected", "extend (replayed)"
+UNCOUNTED = "extend (replayed, not counted)"  # in a graph whose indexers nobody could count
 _KINDS = {  # by the name of SGLang's ForwardMode
     "EXTEND": EXTEND,
     "MIXED": "mixed",
@@ -69,6 +71,7 @@ class Counter:
         self._ran: list[tuple[int, bool]] | None = None  # indexers that ran in the open call, and whether they selected
         self._replayed: list[int] = []  # sites that selected in the open pass, in which no module is called
         self._handles: list[Any] = []
+        self._graphs: Any = None  # SGLang's runner of graphs of prompts that hold whole indexers
         self._check: Callable[[], None] | None = None
         self.passes: dict[str, int] = {}
         self.longest = 0
@@ -87,6 +90,19 @@ class Counter:
         """Count from now on, until passes of all `kinds` were seen, which are those that the server makes."""
         self._kinds = frozenset(kinds)
         self._begin(self._kinds)
+
+    def observe_replays(self, graphs: Any) -> None:
+        """Count prompts that `graphs` replays, if these hold whole indexers.
+
+        What a replay runs was counted while it was captured: nothing of it can be seen again.
+
+        Args:
+            graphs: SGLang's runner of them, whose `execute` is called with a `ForwardBatch`.
+        """
+        if self._graphs is None and self._attentions and all(item.in_graphs for item in self._attentions):
+            self._graphs = graphs
+            if self.counting:
+                self._handles.append(Observed(graphs, "execute", refusing(self._replays)))
 
     def again(self, check: Callable[[], None] = lambda: None) -> None:
         """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
@@ -115,6 +131,8 @@ class Counter:
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
                 if item.selects is not None and hasattr(item.indexer, item.selects):
                     self._handles.append(Observed(item.indexer, item.selects, refusing(self._selects(item))))
+        if self._handles and self._graphs is not None:
+            self._handles.append(Observed(self._graphs, "execute", refusing(self._replays)))
 
     def end(self) -> None:
         """Take everything away that counts."""
@@ -185,12 +203,23 @@ class Counter:
 
         return selects
 
+    def _replays(self, *args: Any, **kwargs: Any) -> None:
+        """Note that a graph of prompts is replayed, whose indexers were counted while it was captured, or never."""
+        batch = batch_of(args, kwargs)
+        if batch is None or _KINDS.get(batch.forward_mode.name) != EXTEND:
+            return
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+        counted = EXTEND in self._captured or EXTEND + CAPTURED in self.passes
+        self._seen(REPLAYED if counted else UNCOUNTED, batch)
+
     def _must_select(self, kind: str, batch: Any) -> bool:
         """Return whether a pass is one of prompts that have more than a selection."""
         return kind == EXTEND and self._selects_after is not None and longest_in(batch) > self._selects_after
 
     def _seen(self, kind: str, batch: Any) -> None:
-        seen = EXTEND if kind == REPLAYED else kind.removesuffix(CAPTURED)
+        seen = EXTEND if kind in (REPLAYED, UNCOUNTED) else kind.removesuffix(CAPTURED)
         if seen == EXTEND and self._selects_after is not None:
             longest = 0 if kind == EXTEND + CAPTURED else longest_in(batch)
             if longest <= self._selects_after:  # a prompt that attends to everything shows nothing of a selection
@@ -199,8 +228,11 @@ class Counter:
         self.passes[kind] = self.passes.get(kind, 0) + 1
         self._missing.discard(seen)
         # A pass runs before it is captured; a graph of prompts is replayed as if it were captured again.
-        if not self._missing and (kind == REPLAYED or not makes_graphs()):
+        if not self._missing and (kind in (REPLAYED, UNCOUNTED) or not makes_graphs()):
             self.end()
+            if UNCOUNTED in self.passes:
+                logger.warning("indexcache: prompts run in graphs whose indexers can't be counted: %s", self.passes)
+                return
             logger.info("indexcache: indexers ran as the pattern says, counted in passes: %s", self.passes)
 
 

@@ -225,6 +225,20 @@ def count_indexers(plan: EnginePlan, runner: Any, draft: bool) -> None:
     counter.begin(kinds_of(runner.server_args, draft))
 
 
+def observe_replays(plan: EnginePlan, runner: Any) -> None:
+    """Count the prompts of a loaded model that are replayed in graphs, where these hold whole indexers.
+
+    Args:
+        plan: has its counters.
+        runner: a `ModelRunner` whose graphs are captured.
+    """
+    graphs = getattr(runner, "prefill_cuda_graph_runner", None)  # 0.5.15 to 0.5.23
+    if graphs is None or graphs is getattr(runner, "eager_runner", None):
+        return
+    for counter in plan.proven.counters:
+        counter.observe_replays(graphs)
+
+
 def check_captured(plan: EnginePlan, runner: Any) -> None:
     """Check that all ranks captured their CUDA graphs with the pattern (after `ModelRunner.init_cuda_graphs`).
 

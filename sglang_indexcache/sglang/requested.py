@@ -15,6 +15,7 @@ from uuid import uuid4
 from sglang_indexcache.io.refusal import CALIBRATE_VARIABLE, refuse
 from sglang_indexcache.sglang.asked import Asked, environment_asks
 
+CALIBRATION_KEY = "indexcache_calibration"  # in /server_info of a calibration server
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
 _UNDECIDED = object()

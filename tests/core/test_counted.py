@@ -16,7 +16,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.serving import counted
+from sglang_indexcache.serving import proof
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.sglang.attention import Observed, unobserved
@@ -227,40 +227,112 @@ def test_kinds_of_passes(arguments: Mapping[str, str], kinds: set[str], draft: s
     assert kinds_of(SimpleNamespace(**arguments), draft=True) == draft
 
 
+class C4Indexer(nn.Module):
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id, self.wq_b = layer_id, nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected: Tensor = self.wq_b(x)
+        return selected
+
+
+class V4Layer(nn.Module):
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.indexer = C4Indexer(layer_id)
+
+    def forward(self, x: Tensor, forward_batch: Any) -> Any:
+        return self.indexer(x)
+
+
+class V4(nn.Module):
+    """Four layers that run `PATTERN` as DeepSeek-V4's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(V4Layer(layer) for layer in range(4))
+        self.config = SimpleNamespace(compress_ratios=[4] * 4, num_hidden_layers=4)
+        for layer in PATTERN.shared_layers:
+            self.layers[layer].indexer.forward = keep_selection  # type: ignore[union-attr,assignment]
+
+    def run_prompt(self, tokens: int = 65) -> None:
+        for layer in self.layers:
+            layer(x=torch.zeros(1, 1), forward_batch=batch_like("EXTEND", tokens))
+
+
 def test_deepseek_v4_is_counted_where_an_indexer_projects_its_queries(capsys: pytest.CaptureFixture[str]) -> None:
-    class C4Indexer(nn.Module):
-        def __init__(self, layer_id: int) -> None:
-            super().__init__()
-            self.layer_id, self.wq_b = layer_id, nn.Linear(1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            selected: Tensor = self.wq_b(x)
-            return selected
-
-    class Layer(nn.Module):
-        def __init__(self, layer_id: int) -> None:
-            super().__init__()
-            self.indexer = C4Indexer(layer_id)
-
-        def forward(self, x: Tensor, forward_batch: Any) -> Any:
-            return self.indexer(x)
-
-    model = nn.Module()
-    model.layers = nn.ModuleList(Layer(layer) for layer in range(4))
-    model.config = SimpleNamespace(compress_ratios=[4] * 4, num_hidden_layers=4)  # type: ignore[assignment]
-    for layer in PATTERN.shared_layers:
-        model.layers[layer].indexer.forward = keep_selection
+    model = V4()
     counter = Counter(DEEPSEEK_V4.sglang.attentions(model, PATTERN, False))
     counter.begin({"extend"})
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(name="EXTEND"))
-    for layer in model.layers:
-        layer(x=torch.zeros(1, 1), forward_batch=batch)
+    model.run_prompt()
     assert counter.passes == {"extend": 1}
     counter.again()
     del model.layers[1].indexer.forward
     with pytest.raises(SystemExit):
-        model.layers[1](x=torch.zeros(1, 1), forward_batch=batch)
+        model.run_prompt()
     assert re.search(r"letter 1 ran an indexer 1 times in a pass \(extend\), expected 0", capsys.readouterr().err)
+
+
+class Graphs:
+    """SGLang's runner of graphs of prompts: a replay calls no module."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def execute(self, forward_batch: Any, **kwargs: Any) -> str:
+        self.replays += 1
+        return "logits"
+
+
+def watched_graphs(counter: Counter, graphs: Any, eager: Any = None) -> None:
+    plan = SimpleNamespace(proven=SimpleNamespace(counters=[counter]))
+    proof.observe_replays(plan, SimpleNamespace(prefill_cuda_graph_runner=graphs, eager_runner=eager))  # type: ignore
+
+
+def test_prompts_of_deepseek_v4_that_are_replayed_in_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs hold whole indexers: without the call that replays them, such a server waits for ever."""
+    model, graphs, checks = V4(), Graphs(), list[str]()
+    counter = Counter(DEEPSEEK_V4.sglang.attentions(model, PATTERN, False), selects_after=64)
+    counter.begin({"extend", "decode"})
+    with monkeypatch.context() as capturing:
+        capturing.setattr(counted, "_capturing", lambda: True)
+        model.run_prompt()
+    counter.observe_replays(graphs)
+    for tokens in (3, 65):
+        assert graphs.execute(batch_like("EXTEND", tokens), pp_proxy_tensors=None) == "logits"
+    graphs.execute(batch_like("TARGET_VERIFY", 65))
+    assert counter.passes == {"extend (captured)": 1, "extend (replayed)": 2} and counter.longest == 65
+    assert counter.missing == {"decode"} and counter.counting
+    counter.again(lambda: checks.append("looked"))  # after an update of weights: what was captured stays
+    assert counter.missing == {"extend"} and counter.passes == {}
+    graphs.execute(batch_like("EXTEND", 70))
+    assert counter.passes == {"extend (replayed)": 1} and counter.longest == 70 and checks == ["looked"]
+    assert not counter.counting and vars(graphs) == {"replays": 4}
+
+
+def test_graphs_whose_indexers_nobody_could_count_are_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    """TorchDynamo compiles what it traces, and hooks are left out of that: nothing is waited for, nothing claimed."""
+    graphs = Graphs()
+    counter = Counter(DEEPSEEK_V4.sglang.attentions(V4(), PATTERN, False), selects_after=64)
+    counter.begin({"extend"})
+    watched_graphs(counter, graphs)
+    with caplog.at_level("INFO"):
+        graphs.execute(batch_like("EXTEND", 65))
+    assert counter.passes == {"extend (replayed, not counted)": 1} and not counter.missing and not counter.counting
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "graphs whose indexers can't be counted" in record.message
+
+
+def test_graphs_are_not_watched_where_their_parts_are() -> None:
+    """A replay on a DSA model calls what selects; an eager runner in the place of graphs replays nothing."""
+    graphs, dsa, v4 = Graphs(), counter_of(Model()), Counter(DEEPSEEK_V4.sglang.attentions(V4(), PATTERN, False))
+    for counter in (dsa, v4):
+        counter.begin({"extend"})
+    watched_graphs(dsa, graphs)
+    watched_graphs(v4, graphs, eager=graphs)
+    watched_graphs(v4, None)
+    assert vars(graphs) == {"replays": 0}
 
 
 def test_server_info_says_what_was_counted_and_what_is_to_come() -> None:

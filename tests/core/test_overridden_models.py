@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.tools.pattern_files import pattern_file
-from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.spellings import to_sglang
@@ -24,6 +25,19 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CONFIGS = {"glm": tiny_config(), "v4": tiny_v4_config(), "llama": tiny_dense_config()}
 
 
+KINDS = ("problem", "warning")
+OTHERS = [
+    ("glm", {"index_topk": 4}, "index_topk is 8 in the file, 4 in .* with --json-model-override-args"),
+    ("glm", {"index_n_heads": 1}, "index_n_heads is "),
+    ("glm", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
+    ("glm", {"rope_parameters": {"rope_theta": 7}}, "rope_parameters.rope_theta is .* in the file, 7 in "),
+    ("glm", {"num_attention_heads": 2}, "num_attention_heads is "),
+    ("v4", {"sliding_window": 4}, "sliding_window is .* in the file, 4 in "),
+    ("llama", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act is the default in the file, gelu in "),
+]
+
+
 class AnySglang(SglangSource):
     """An SGLang that has all that is needed."""
 
@@ -34,31 +48,24 @@ class AnySglang(SglangSource):
         return None
 
 
-def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
-    """Check a server of a pattern file that was made for the model without overrides."""
+def made(name: str, folder: Path) -> PatternFile:
+    """Write the config.json of a model, and make a pattern file for it."""
     config = CONFIGS[name]
     (folder / "config.json").write_text(json.dumps(config))
     native = describe(config, "x").native
     roles = "FSSFSS" if name == "glm" else native.full_role + "S" * (len(native) - 1)
-    file = pattern_file(Pattern(roles, native.selection), config)
+    return pattern_file(Pattern(roles, native.selection), config)
+
+
+def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
+    """Check a server of a pattern file that was made for the model without overrides."""
+    file = made(name, folder)
     request = PatternRequest("x", file.as_pattern(), None if letters else file, allow)
     check = Preflight(request, AnySglang(Path(), "0.0"))
     check.check(SimpleNamespace(model_path=str(folder), json_model_override_args=json.dumps(overrides)))
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "found"),
-    [
-        ("glm", {"index_topk": 4}, "index_topk is 8 in the file, 4 in .* with --json-model-override-args"),
-        ("glm", {"index_n_heads": 1}, "index_n_heads is "),
-        ("glm", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
-        ("glm", {"rope_parameters": {"rope_theta": 7}}, "rope_parameters.rope_theta is .* in the file, 7 in "),
-        ("glm", {"num_attention_heads": 2}, "num_attention_heads is "),
-        ("v4", {"sliding_window": 4}, "sliding_window is .* in the file, 4 in "),
-        ("llama", {"rope_scaling": YARN}, "rope_parameters.factor is the default in the file, 4 in "),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act is the default in the file, gelu in "),
-    ],
-)
+@pytest.mark.parametrize(("name", "overrides", "found"), OTHERS)
 def test_an_override_that_makes_another_model_is_refused_by_name(
     name: str, overrides: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
@@ -66,6 +73,76 @@ def test_an_override_that_makes_another_model_is_refused_by_name(
         served(name, overrides, tmp_path)
     served(name, overrides, tmp_path, allow=True)
     served(name, overrides, tmp_path, letters=True)  # no file says what they were found for
+
+
+def lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+    """Problems and warnings of indexcache-check."""
+    code = main(arguments)
+    text = capsys.readouterr().out.splitlines()
+    problems, warnings = ([line.partition(": ")[2] for line in text if line.startswith(f"{kind}: ")] for kind in KINDS)
+    assert code == bool(problems)
+    return problems, warnings
+
+
+@pytest.mark.parametrize(("name", "overrides", "found"), OTHERS)
+def test_the_check_says_what_the_server_would(
+    name: str, overrides: dict[str, Any], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 0 as its exit code, a deployment's check passed and the server ended."""
+    model, given = str(tmp_path), json.dumps(overrides)
+    made(name, tmp_path).save(tmp_path / "p.yaml")
+    with pytest.raises(IndexCacheError) as error:
+        served(name, overrides, tmp_path)
+    pattern, launch = str(tmp_path / "p.yaml"), f"--tp 1 {FLAG} '{given}'"
+    for arguments in (
+        ["--model", model, FLAG, given],
+        ["--model", model, "--server-args", launch],
+        ["--model", model, FLAG, given, "--server-args", launch],
+        ["--server-args", f"--model-path {model} {launch}"],
+    ):
+        assert lines([pattern, *arguments], capsys)[0] == [str(error.value)], arguments
+    [line] = lines([pattern, "--server-args", f"--model-path org/name {launch}"], capsys)[0]
+    assert re.search(found, line)  # by what the file says of its model
+    allowed = f"--indexcache-allow-config-mismatch {launch}"
+    for arguments in (
+        ["--model", model, FLAG, given, "--allow-config-mismatch"],
+        ["--model", model, "--server-args", allowed],
+        ["--server-args", f"--model-path {model} {allowed}"],
+        ["--server-args", f"SGLANG_INDEXCACHE_ALLOW_CONFIG_MISMATCH=1 sglang serve {launch}"],
+    ):
+        assert lines([pattern, *arguments], capsys)[0] == [], arguments
+
+
+def test_the_heads_of_the_overridden_model_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check looked at those of config.json."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config(num_attention_heads=64)))
+    arguments = ["FSSFSS", "--model", str(folder), "--server-args"]
+    assert lines([*arguments, "--tp 8"], capsys)[0] == []
+    [problem] = lines([*arguments, f"--tp 8 {FLAG} '{json.dumps({'num_attention_heads': 20})}'"], capsys)[0]
+    assert problem.startswith("20 heads can't be shared out among 8 ranks of attention")
+
+
+def test_two_overrides_that_differ_are_no_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made("glm", tmp_path).save(tmp_path / "p.yaml")
+    arguments = [str(tmp_path / "p.yaml"), "--model", str(tmp_path), FLAG, '{"hidden_size": 1}']
+    assert main([*arguments, "--server-args", f"{FLAG} '{{}}'"]) == 2
+    assert "is not that of --server-args; expected one of the two" in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_say_its_config_can_not_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = made("glm", tmp_path)
+    file = file.model_copy(update={"model": file.model.model_copy(update={"config": None})})
+    file.save(tmp_path / "p.yaml")
+    arguments = [str(tmp_path / "p.yaml"), "--server-args"]
+    problems, warnings = lines([*arguments, f"{FLAG} '{{\"index_topk\": 4}}'"], capsys)
+    assert problems == [] and any(
+        "whether it makes another model than that of the file is not known" in line for line in warnings
+    )
+    assert "not known" not in str(lines([*arguments, f'{FLAG} \'{{"index_topk_pattern": "FSSFSS"}}\''], capsys)[1])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -76,6 +76,13 @@ SAYS = {
 }
 
 
+def test_a_calibration_server_serves_no_pattern(server: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Handler.answers[:] = [{"internal_states": [{"indexcache_calibration": True}]}]
+    assert main([file, "--server", server]) == 1
+    expected = f"problem: {server} is a calibration server, expected fingerprint {PATTERN.fingerprint[:16]}"
+    assert problems_in(capsys.readouterr().out) == [expected]
+
+
 def test_everything_a_server_says_is_a_row_of_a_table(
     server: str, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

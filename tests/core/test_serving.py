@@ -286,6 +286,13 @@ def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPat
     }
 
 
+def test_a_calibration_server_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = SimpleNamespace(internal_state={"tp_size": 1})
+    monkeypatch.setattr(engines, "plan_of", lambda _: SimpleNamespace(serves=False))
+    serving.status(reply, SimpleNamespace(server_args=None))
+    assert reply.internal_state == {"tp_size": 1, "indexcache_calibration": True}
+
+
 def test_cache_keys_and_handshake_carry_the_pattern() -> None:
     tag = f"indexcache-{PATTERN.fingerprint[:16]}"
     for name, expected in (("glm", f"glm-{tag}"), (None, f"-{tag}")):

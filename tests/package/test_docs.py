@@ -19,6 +19,7 @@ from indexcache_dense.reuse import POLICIES
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import strategies as known_strategies
 from scripts.tools import pictures, site
+from sglang_indexcache.families.base import CheckpointReader, SglangAdapter, TransformersAdapter
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.sglang.options import parser_of, versions
 from sglang_indexcache.version import RELEASE, version
@@ -201,6 +202,26 @@ def test_commands_in_how_tos_have_their_flags(path: Path) -> None:
         given = {word for word in shlex.split(found[2] or "", comments=True) if word.startswith("--")}
         if "--engine sglang" not in line:  # what the search does not know goes to its server
             assert given <= flags(found[1]), line
+
+
+def test_what_a_new_sglang_needs_is_said() -> None:
+    """A version whose options or sources were left out is judged by those of another one, or refused."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    tools = [path.stem for path in (ROOT / "scripts" / "tools").glob("*.py") if "unpacked" in path.read_text()]
+    assert sorted(tools) == ["probe_wheels", "read_sources", "sglang_options"]
+    section = text.partition("- **A new SGLang**: ")[2].partition("- **A hook")[0]
+    for name in (*(f"python -m scripts.tools.{tool}" for tool in tools), "READ_VERSIONS", "RAN", "VERSIONS"):
+        assert f"`{name}" in section, name
+
+
+def test_what_a_family_has_is_said() -> None:
+    text = (DOCS / "add-a-family.md").read_text()
+    rows = re.findall(r"^\| (?:`\w+`)? ?\| [^|]+ \| (`[^|]+) \|$", text, re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    parts = (CheckpointReader, SglangAdapter, TransformersAdapter)
+    wrong = [name for name in names if not any(name in {*dir(part), *part.__annotations__} for part in parts)]
+    asked = {name for part in parts for name in getattr(part, "__abstractmethods__", ())}
+    assert not wrong and asked | {"readings", "rule", "would_run"} <= set(names)
 
 
 def test_the_glossary_has_the_words_of_the_code() -> None:

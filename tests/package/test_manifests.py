@@ -17,7 +17,7 @@ from pydantic.alias_generators import to_camel
 
 from scripts.tools.probe_wheels import VERSIONS
 from sglang_indexcache.sglang.asked import split_arguments
-from sglang_indexcache.version import RELEASE
+from sglang_indexcache.version import RELEASE, version
 from tests.manifests import DEPLOY, FOLDERS, IN_CONTAINER, containers, pod_template, rendered, written
 
 KUBERNETES = "1.37.0"
@@ -171,7 +171,10 @@ def images() -> list[str]:
 def test_the_image_is_of_the_newest_sglang_and_of_this_version() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert f"FROM lmsysorg/sglang:v{VERSIONS[-1]}\n" in text
-    assert {image.rpartition(":")[2] for image in images()} == {f"{VERSIONS[-1]}-{RELEASE}"}
+    tags = {image.rpartition(":")[2] for image in images()}
+    release = RELEASE if version() == RELEASE else f"{RELEASE}.dev"
+    assert tags == {f"{VERSIONS[-1]}-{release}"}, "no checkout of a version to come can be built"
+    assert all(re.fullmatch(r"\w[\w.-]{0,127}", tag) for tag in tags)
     assert f"-t {images()[0]} ." in text
 
 

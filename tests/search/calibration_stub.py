@@ -80,6 +80,10 @@ class Stub(HttpStub):
         stub = self
 
         class Handler(Answering):
+            def get(self) -> None:
+                code, answer = stub.read(self.path)
+                self.reply(answer, code)
+
             def post(self, body: Any) -> None:
                 stub.requests += 1
                 stub.asked.append((self.path, self.headers.get("Authorization")))
@@ -107,6 +111,11 @@ class Stub(HttpStub):
     def clock(self) -> float:
         """Of leases; `passed` seconds went by at once."""
         return time.monotonic() + self.passed
+
+    def read(self, path: str) -> tuple[int, Any]:
+        """Answer GET."""
+        states = [{"indexcache_calibration": True}] * len(self.patterns)
+        return (200, {"internal_states": states}) if path == "/server_info" else (404, None)
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/generate":

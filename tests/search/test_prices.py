@@ -13,6 +13,7 @@ import pytest
 from indexcache_search import demo
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.speed.estimate import prices_at
+from indexcache_search.evaluation.identity import Place
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.searching.settings import BLOCKS, Budget
 from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, column, priced, table_of
@@ -114,6 +115,29 @@ def test_the_demo_stands_in_for_models_of_a_table() -> None:
     assert "which this model is not (4 attention heads, not 8 a rank, index_n_heads 8, not 32" in prices.words
     table = table_of(model)
     assert table is not None and priced(model, table, 16384).unlike == prices.unlike
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (Place(), ""),
+        (Place("NVIDIA H100 80GB HBM3", "0.5.17"), ""),
+        (Place(None, "0.5.17"), ""),
+        (Place("NVIDIA H200", None), "NVIDIA H200, not NVIDIA H100 80GB HBM3"),
+        (Place("NVIDIA H100 80GB HBM3", "0.5.23"), "SGLang 0.5.23, not 0.5.17"),
+        (Place("CPU", "0.5.23"), "CPU, not NVIDIA H100 80GB HBM3, SGLang 0.5.23, not 0.5.17"),
+    ],
+)
+def test_times_of_another_device_or_sglang_say_so_where_they_are_shown(place: Place, said: str) -> None:
+    """A search on an H200 showed the speeds of an H100 as its own."""
+    model = described("GlmMoeDsaForCausalLM")
+    prices, usual = column(model, ignored, place=place), column(model, ignored)
+    assert prices is not None and usual is not None
+    assert prices == replace(usual, words=usual.words + (f", while its servers have {said}" if said else ""))
+    table = table_of(model)
+    assert table is not None
+    del table.versions["sglang"]
+    assert "SGLang" not in table.elsewhere(place)
 
 
 def test_models_of_other_architectures_have_none() -> None:

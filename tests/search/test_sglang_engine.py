@@ -18,7 +18,10 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.searching.prompt_times import measured_times, prompt_times
+from indexcache_search.searching.run import prices_of
+from indexcache_search.strategies.base import Goal
 from sglang_indexcache import IndexCacheError, Pattern
+from sglang_indexcache.families import describe
 from tests.conftest import LAYERS
 from tests.search.calibration_stub import (
     DATA,
@@ -144,6 +147,18 @@ def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:
     stubs[0].fail = lambda path: (0, None) if path == "/generate" else None
     assert len(prompt_times(measuring, lines_of(PATTERNS[0]), DATA)) == 2
     assert len(stubs[1].timed) == 12
+
+
+def test_where_its_servers_run(stubs: list[Stub]) -> None:
+    stubs[0].versions = {**VERSIONS, "sglang": "0.5.23+cu130", "device": "NVIDIA H200"}
+    live = engine(stubs[0])
+    assert live.place == ("NVIDIA H200", "0.5.23")
+    config = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 12, "index_topk": 2048}
+    live.model = describe(config, "glm")
+    prices = prices_of(live, Goal(native=live.model.native, full_layers={}), lambda line: None)
+    servers = "while its servers have NVIDIA H200, not NVIDIA H100 80GB HBM3, SGLang 0.5.23, not 0.5.17"
+    assert prices is not None and prices.words.endswith(servers)
+    assert engine(stubs[1]).place == (None, "0.5.23")
 
 
 def test_what_a_result_depends_on(stubs: list[Stub]) -> None:

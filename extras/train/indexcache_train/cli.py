@@ -333,7 +333,7 @@ def distill(
         out = results()
         out.print(terminal_table(result))
         out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
-        out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model')}", soft_wrap=True)
+        out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model', chosen.selection)}", soft_wrap=True)
 
 
 app = application({"indexcache-distill": distill}, EPILOG)

@@ -10,27 +10,25 @@ import codecs
 import copy
 import gzip
 import hashlib
-import json
 import os
 import re
 import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
+from indexcache_search.data import request_log
 from indexcache_search.data.formats import Record, kind_of, records
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
 
 _NAMED = re.compile(r"\.(jsonl|ndjson|log)\b")
-_LINES = re.compile(r"\.(jsonl|ndjson|log)([.-][\dT:_.-]*\d)?(\.gz)?$", re.IGNORECASE)  # SGLang's, logrotate's
 ENDINGS = ".log, .jsonl or .ndjson (rotated: .log.1, .log-20261128; with .gz behind it), .json, .parquet, .arrow"
-_STAMP = re.compile(rb"\[[\d :,.-]+\] (?=\{)")  # before each line of SGLang's log
-_CONTAINER = re.compile(rb'\d{4}-\d\d-\d\dT[\d:.]+(Z|[+-]\d\d:\d\d) std(out|err) [FP] |\{"log": ?"')  # CRI's, Docker's
 _NO_OBJECT = "not an object such as {...}; expected one on each line"
 _BATCH = 1 << 22  # bytes of lines at a time; while they are scored, the file may be cut
 _ENDS = 512  # bytes of the beginning, and of the end of what was read, that tell a file that was cut from one that grew
+_NO_JSON = "not JSON; expected SGLang's log with --log-requests-format json, or rows with input_ids"
 _CUT_OFF = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
@@ -104,7 +102,7 @@ class GrowingFiles:
             DataError: if the file can't be read.
         """
         try:
-            if not _LINES.search(file.name):
+            if not request_log.LINES.search(file.name):
                 yield from self._whole(file)
                 return
             while (yield from self._lines(file, last)):
@@ -180,18 +178,18 @@ class GrowingFiles:
 def _record(line: bytes) -> Record:
     """Return the object on a line, which a byte order mark may begin, as in files from Windows."""
     line = line.removeprefix(codecs.BOM_UTF8)
-    stamp = _STAMP.match(line)
     try:
-        content: Any = json.loads(line[0 if stamp is None else stamp.end() :].decode())
-    except (ValueError, RecursionError):
-        content = None
-    if _CONTAINER.match(line) and not (isinstance(content, dict) and "event" in content):
+        words = line.decode()
+    except UnicodeDecodeError:
+        return RowError(_NO_JSON)
+    content = request_log.loaded(words)
+    if request_log.is_containers(words) and not (isinstance(content, dict) and request_log.is_event(content)):
         return RowError(
             "is a container's output, in which long lines are cut; expected SGLang's own file, with"
             " --log-requests-target FOLDER"
         )
     if content is None:
-        return RowError("not JSON; expected SGLang's log with --log-requests-format json, or rows with input_ids")
+        return RowError(_NO_JSON)
     return content if isinstance(content, dict) else RowError(_NO_OBJECT)
 
 
@@ -224,7 +222,7 @@ def files_of(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _readable(file: Path) -> bool:
-    return bool(_LINES.search(file.name)) or kind_of(file) in ("json", "parquet", "arrow")
+    return bool(request_log.LINES.search(file.name)) or kind_of(file) in ("json", "parquet", "arrow")
 
 
 def _age(path: Path) -> tuple[int, Path]:

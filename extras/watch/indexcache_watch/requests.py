@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_search.data import request_log
 from indexcache_search.data.formats import Record
+from indexcache_search.data.request_log import Finished
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.errors import DataError, RowError
 from indexcache_watch.files import GrowingFiles, files_of
-from sglang_indexcache.io.errors import one_line
 
 LARGEST_ID = (1 << 31) - 1
 BAD = "it can't be understood"
-_EVENT, _FINISHED = "event", "request.finished"
 _WRITTEN = ("loss_mask", "labels")  # say what a model wrote
-_MEDIA = ("image_data", "video_data", "audio_data")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,28 +122,14 @@ def read(place: str, record: Record) -> Request | str | None:
     if isinstance(record, RowError):
         raise record
     name = None
-    if _EVENT in record:
-        if record[_EVENT] != _FINISHED:
+    if request_log.is_event(record):
+        logged = Finished.of(record) if request_log.is_finished(record) else None
+        if logged is None:
             return None
-        sent, out = (_object(record.get(name), name) for name in ("obj", "out"))
-        if sent.get("log_metrics") is False:  # health checks, and what a watch sends itself
-            return None
-        why_not = _unlike(sent, out)
+        why_not = _why_not(logged)
         if why_not is not None:
             return why_not
-        room = sent.get("bootstrap_room")
-        name = None if room is None and not isinstance(record.get("rid"), str) else one_line(room or record["rid"], 80)
-        prompt = out.get("prompt_token_ids") if sent.get("input_ids") is None else sent["input_ids"]
-        record = {"input_ids": prompt, "output_ids": out["output_ids"]}
-        if any(isinstance(ids, list) and "..." in ids for ids in record.values()):
-            return "its log is cut, expected --log-requests-level 3"
-        if any(isinstance(ids, list) and ids and isinstance(ids[0], list) for ids in record.values()):
-            return "it is several requests at once"
-        counted = _object(out.get("meta_info", {}), "out.meta_info")
-        for key, count in (("input_ids", "prompt_tokens"), ("output_ids", "completion_tokens")):
-            ids = record[key]  # not all with --incremental-streaming-output, or in a session
-            if isinstance(ids, list) and counted.get(count, len(ids)) != len(ids):
-                return f"its log has not all of its {key}"
+        name, record = logged.name, {"input_ids": logged.prompt.value, "output_ids": logged.reply.value}
     if record.get("input_ids") is None:
         raise RowError("has no input_ids, expected them with output_ids, loss_mask or labels, or SGLang's log")
     if record.get("output_ids") is not None:
@@ -161,31 +146,25 @@ def read(place: str, record: Record) -> Request | str | None:
     return Request(place, tokens, counts, name) if counts.any() else "none of its tokens count"
 
 
-def _unlike(sent: Mapping[str, Any], out: Mapping[str, Any]) -> str | None:
+def _why_not(logged: Finished) -> str | None:
     """Say why a logged request can't be scored as tokens alone, or `None`."""
-    if sent.get("lora_path"):
-        return f"a LoRA adapter wrote its reply: {one_line(sent['lora_path'], 80)}"
-    if any(sent.get(name) for name in _MEDIA):
-        return "it has images, video or audio"
-    if sent.get("input_embeds") is not None:
-        return "its prompt is embeddings, not tokens"
-    meta = out.get("meta_info")
-    finish = meta.get("finish_reason") if isinstance(meta, dict) else None
-    ended = finish if isinstance(finish, dict) else {}
-    if sent.get("bootstrap_room") is not None and ended.get("type") == "length" and ended.get("length") == 0:
-        return "a prefill server logged it, which writes one token: expected the decode server's log"
-    if "output_ids" not in out:
-        hidden = "text" not in sent and "input_ids" not in sent
-        return "its log has no tokens, expected --log-requests-level 3" if hidden else "its log has no output_ids"
-    if sent.get("input_ids") is None and out.get("prompt_token_ids") is None:
+    if logged.adapter is not None:
+        return f"a LoRA adapter wrote its reply: {logged.adapter}"
+    if logged.unlike is not None:
+        return logged.unlike
+    if logged.hidden:
+        return "its log has no tokens, expected --log-requests-level 3"
+    if logged.reply.value is None:
+        return "its log has no output_ids"
+    if logged.prompt.value is None:
         return "its log has the prompt as text, or not at all"
+    if logged.cut:
+        return request_log.CUT
+    if logged.several:
+        return "it is several requests at once"
+    if logged.short is not None:
+        return f"its log has not all of its {'input_ids' if logged.short[0] is logged.prompt else 'output_ids'}"
     return None
-
-
-def _object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise RowError(f"{name} is {type(value).__name__}, expected an object")
-    return value
 
 
 def _ids(values: Any, name: str) -> NDArray[np.int64]:

@@ -148,7 +148,6 @@ SeqLen = Annotated[
     ),
 ]
 Length = Annotated[int, number("Tokens of a sequence.", TOKENS)]
-NumSequences = Annotated[int, number("Sequences, of all sources together.", SEQUENCES)]
 NumEvalSequences = Annotated[int | None, number("Held-out sequences. Default: 32.", SEQUENCES)]
 Reply = Annotated[
     int | None,

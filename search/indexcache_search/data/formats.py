@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from indexcache_search.data import request_log
 from indexcache_search.data.chats import kind
-from indexcache_search.errors import DataError, RowError
+from indexcache_search.errors import DataError, NoRequestsError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
 from sglang_indexcache.io.other_kinds import is_pointer
@@ -34,7 +34,8 @@ KINDS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS = (
-    ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow, .log (SGLang's)"
+    ".jsonl, .ndjson, .json, .csv, .txt, .md, .rst (also with .gz or .zst behind it), .parquet, .arrow, .log (SGLang's,"
+    " also rotated)"
 )
 _TABLES = ("parquet", "arrow")  # compressed inside
 _BATCH = 256  # rows of a table turned into objects at a time
@@ -53,8 +54,9 @@ Record = Mapping[str, Any] | RowError
 
 def kind_of(path: Path) -> str | None:
     """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
-    if request_log.is_named(path):
-        return "log"
+    lines = request_log.LINES.search(path.name)
+    if lines is not None:
+        return "log" if request_log.is_named(path) else "json"
     compressed = path.suffix.lower() in COMPRESSIONS
     kind = KINDS.get((path.with_suffix("") if compressed else path).suffix.lower())
     return None if compressed and kind in _TABLES else kind
@@ -123,16 +125,28 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _log(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the finished requests of SGLang's log, in which other lines may stand."""
+    """Yield the requests of clients that SGLang's log finishes; other lines may stand there, and a last one be cut."""
     found = False
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            request = request_log.finished(line)
-            if request is not None:
-                found = True
-                yield f"line {number}", request
+            record = request_log.finished(line)
+            if isinstance(record, RowError) and not line.endswith("\n"):
+                continue  # still being written
+            if record is None or _is_nobodys(record):
+                continue
+            found = True
+            yield f"line {number}", record
     if not found:
-        raise DataError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
+        raise NoRequestsError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
+
+
+def _is_nobodys(record: Record) -> bool:
+    """Return true for a finished request that no client sent, or that was aborted."""
+    try:
+        request = None if isinstance(record, RowError) else request_log.Finished.of(record)
+    except RowError:
+        return False
+    return not isinstance(record, RowError) and (request is None or request.aborted)
 
 
 def _row(line: str) -> Record:

@@ -18,7 +18,7 @@ from indexcache_search.data.formats import Record
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.data.sources import rows
 from indexcache_search.data.templates import AS_THEY_ARE, ChatTemplate, RowOptions
-from indexcache_search.errors import DataError, RowError
+from indexcache_search.errors import DataError, LeftOutError, RowError
 
 WHOLE = 5  # sequences that a document may fill uncut, by default
 
@@ -36,6 +36,7 @@ class SourceReading:
         remarks: what the user should know about the set.
         unread: columns that were ignored.
         bad: skipped rows, each with the reason.
+        left_out: number of rows that are no mistake and can't be used, by reason.
         tokens: number of tokens in those rows.
         counted: number of tokens that count.
         conversations: number of rows written by a chat template.
@@ -53,6 +54,7 @@ class SourceReading:
     remarks: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     bad: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     counted: int = 0
     conversations: int = 0
@@ -65,6 +67,7 @@ class SourceReading:
             "repeat others": self.repeats,
             "are in the evaluation set, too": self.held_out,
             "are set aside for evaluation": self.aside,
+            "left out": self.left_out.total(),
         }
         left_out = "".join(f", {number} {what}" for what, number in kinds.items() if number)
         return (
@@ -77,6 +80,8 @@ class SourceReading:
         if self.bad:
             more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
             yield f"skipped {self.bad[0]}{more}"
+        for reason, number in self.left_out.most_common():
+            yield f"{self.source}: {number} {self.purpose} rows are left out: {reason}"
         if self.taken_apart:
             yield (
                 f"{self.source}: the chat template writes earlier turns otherwise once others follow: each reply is a"
@@ -163,6 +168,9 @@ class TokenReader:
         for place, record in rows(source, seed, lambda note: self._notes.setdefault(note)):
             try:
                 document = self._encode(record, reading)
+            except LeftOutError as error:
+                reading.left_out[str(error)] += 1
+                continue
             except RowError as error:
                 most = self._options.skip_bad_rows
                 if len(reading.bad) >= most:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.chats import Cell, Chat, Message, Text, conversation, kind, one_of, pair, parsed, string
-from indexcache_search.data.request_log import is_cut
+from indexcache_search.data.request_log import CUT, Finished, is_cut
 from indexcache_search.data.responses import functions
-from indexcache_search.errors import RowError
+from indexcache_search.errors import LeftOutError, RowError
 
 Row = Mapping[str, Any]
 Cells = Mapping[str, Cell]
@@ -130,25 +130,21 @@ def _answers_of_a_batch(row: Cells) -> Chat:
 
 def _logged(row: Cells) -> Section | Text:
     """Read a finished request of SGLang's log: its token ids, or its texts if it was sent as text."""
-    sent, out = (parsed(*row[name], dict) for name in ("obj", "out"))
-    prompt = Cell(sent["input_ids"], "obj.input_ids") if sent.get("input_ids") is not None else None
-    if prompt is None and out.get("prompt_token_ids") is not None:
-        prompt = Cell(out["prompt_token_ids"], "out.prompt_token_ids")
-    reply, texts = Cell(out.get("output_ids"), "out.output_ids"), (sent.get("text"), out.get("text"))
-    known = prompt is not None and reply.value is not None
-    if any(map(is_cut, (prompt.value, reply.value) if prompt is not None and known else texts)):
-        raise RowError("its log is cut, expected --log-requests-level 3")
-    if prompt is not None and known:
-        counted = out.get("meta_info") if isinstance(out.get("meta_info"), dict) else {}
-        ids = [_integers(*cell) for cell in (prompt, reply)]
-        for cell, found, name in zip((prompt, reply), ids, ("prompt_tokens", "completion_tokens"), strict=True):
-            if counted.get(name, len(found)) != len(found):
-                raise RowError(
-                    f"{cell.name} has {len(found)} entries, but {name} is {counted[name]}: not all are there"
-                )
-        return _request(*ids)
-    if all(isinstance(text, str) for text in texts):
-        return Text.of(*texts)
+    found = Finished.of({name: parsed(*row[name], dict) for name in ("obj", "out")})
+    if found is None:
+        raise LeftOutError("a server sent it to itself")
+    if found.unlike is not None or found.several:
+        raise LeftOutError(found.unlike or "it is several requests at once")
+    known = found.prompt.value is not None and found.reply.value is not None
+    if found.cut if known else any(map(is_cut, found.texts)):
+        raise RowError(CUT)
+    if known:
+        if found.short is not None:
+            (ids, place), name, count = found.short
+            raise RowError(f"{place} has {len(ids)} entries, but {name} is {count}: not all are there")
+        return _request(_integers(*found.prompt), _integers(*found.reply))
+    if all(isinstance(text, str) for text in found.texts):
+        return Text.of(*found.texts)
     raise RowError("its log has no prompt or no reply, expected --log-requests-level 3")
 
 
@@ -280,7 +276,7 @@ SHAPES = (
     Shape("input_ids", "input_ids", "output_ids loss_mask labels attention_mask", _tokens),
     Shape("messages", "messages/conversations/conversation", _MORE, _chat),
     Shape("body (batch)", "body", "", _batch),
-    Shape("obj, out (SGLang's log)", "obj out", "event", _logged),
+    Shape("obj, out (SGLang's log)", "obj out", "event rid", _logged),
     Shape("chosen", "chosen", f"prompt {_MORE}", _chosen),
     Shape("instruction, output", "instruction output/response", f"input/context {_SYSTEM} history", _instruction),
     Shape("text", "text/content", "", lambda row: Text.of("", string(*row["text"]))),

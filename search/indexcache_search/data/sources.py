@@ -13,7 +13,7 @@ from indexcache_search import demo
 from indexcache_search.data.folders import data_files
 from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
 from indexcache_search.data.request_log import FLAGS
-from indexcache_search.errors import DataError
+from indexcache_search.errors import DataError, NoRequestsError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.io.errors import one_line
 
@@ -53,8 +53,16 @@ def rows(source: str, seed: int, notice: Callable[[str], None] = lambda _: None)
             stream = GeneratorDatasetInputStream(
                 partial(_read_all), cache_dir=cache, streaming=True, gen_kwargs={"files": list(map(str, files))}
             )
+            empty, found = None, False
             for row in stream.read().shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
+                if isinstance(row["record"], NoRequestsError):
+                    empty = row["record"]
+                    notice(f"{row['place']} is not read: it has no finished request")
+                    continue
+                found = True
                 yield row["place"], row["record"]
+            if empty is not None and not found:
+                raise empty
     except IndexCacheError:
         raise
     except Exception as error:  # datasets, pyarrow and the hub client each have their own
@@ -89,6 +97,10 @@ def _files(source: str, notice: Callable[[str], None]) -> list[Path] | None:
 
 
 def _read_all(files: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of files; of a log without requests, such as one that a rotation began, that there are none."""
     for name in files:
-        for place, record in records(Path(name)):
-            yield {"place": place, "record": record}
+        try:
+            for place, record in records(Path(name)):
+                yield {"place": place, "record": record}
+        except NoRequestsError as error:
+            yield {"place": name, "record": error}

@@ -112,6 +112,23 @@ class LeaseState(_Frozen):
     ends_in_s: Annotated[Finite, Field(ge=0, le=LEASE_SECONDS)] = 0.0
 
 
+class SeenLease(LeaseState):
+    """The lease of a server as anybody sees it, who does not ask for it."""
+
+    granted: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds it."""
+        return "ends_in_s" in self.model_fields_set
+
+
+class Status(Ranks):
+    """Answer about the state of a server; one that speaks version 1 has no `lease`."""
+
+    lease: SeenLease | None = None
+
+
 class _Meta(_Frozen):
     input_token_logprobs: list[_Token]
     input_top_logprobs: list[list[_Token] | None]
@@ -124,6 +141,7 @@ class Generated(_Frozen):
 
 
 LEASE: TypeAdapter[LeaseState] = TypeAdapter(LeaseState)
+STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 GENERATED: TypeAdapter[list[Generated]] = TypeAdapter(list[Generated])
 
 

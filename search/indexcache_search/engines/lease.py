@@ -107,10 +107,10 @@ class Lease:
                     raise SearchError(f"{url}: this client has released its lease")
                 first, waited = first or state, time.monotonic() - began
                 if state.beats != first.beats or waited > 2 * protocol.LEASE_SECONDS:
-                    raise SearchError(f"{url}: {_held_by(state)}; expected one search a server")
+                    raise SearchError(f"{url}: {held_by(state)}; expected one search a server")
                 if not told and waited > 2 * holder.seconds / _BEATS:
                     told = True
-                    notice(f"{url}: waiting for a search that seems to be gone: {_held_by(state)}")
+                    notice(f"{url}: waiting for a search that seems to be gone: {held_by(state)}")
                 time.sleep(max(_SHORTEST, min(holder.seconds / _BEATS / 5, state.ends_in_s)))
             holder.held = True
             if not holder.begun:
@@ -127,7 +127,7 @@ def _host() -> str:
     return one_line(socket.gethostname().encode("ascii", "replace").decode(), 100) or "?"
 
 
-def _held_by(state: LeaseState) -> str:
+def held_by(state: LeaseState) -> str:
     """Say who holds a lease, by the server's clock."""
     mine = (state.host, state.process) == (_host(), os.getpid())
     return (

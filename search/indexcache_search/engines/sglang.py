@@ -21,6 +21,7 @@ from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.control import ServerLostError
 from indexcache_search.engines.timed_request import Burst
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import Place
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
@@ -98,6 +99,11 @@ class SglangEngine:
         """Give the leases of all servers back, so that others can switch them at once."""
         for server in self._servers:
             server.release()
+
+    @property
+    def place(self) -> Place:
+        """Where its servers run the model."""
+        return Place(self.settings.get("device"), self.name.removeprefix("sglang ").partition("+")[0])
 
     @property
     def lanes(self) -> int:

@@ -22,6 +22,7 @@ from indexcache_search.eval.job import ComparisonJob
 from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.speed import servers
 from indexcache_search.eval.speed.estimate import estimated, prices_at
+from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
@@ -124,13 +125,16 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
     rows: list[SpeedRow] = []
     failure = None
     with bar(job.console) as progress:
+        unswitched = Unswitched(addresses)
         task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
         compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
+        unswitched.check()
         if speed is not None:
             task = progress.add_task("speed", total=len(speed.loads()))
             lines, done = [line.row.line for line in compared], partial(progress.advance, task)
             try:
                 for found in servers.measure(addresses, lines, speed.loads(), data.tokens.ravel(), done):
+                    unswitched.check()
                     rows += found
             except IndexCacheError as error:
                 failure = error

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers
 
 JOURNAL_FORMAT = 5
+
+
+class Place(NamedTuple):
+    """Where a model runs: the name of the device, and SGLang's version; `None` where that is not known."""
+
+    device: str | None = None
+    sglang: str | None = None
 
 
 class Identified(Protocol):

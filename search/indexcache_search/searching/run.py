@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
 from indexcache_search.console import warn
-from indexcache_search.engines.base import OVERLAP, TimesPrompts
+from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, Variant, VariantLosses
@@ -22,8 +22,9 @@ from indexcache_search.searching.progress import SearchProgress
 from indexcache_search.searching.prompt_times import measured_times
 from indexcache_search.searching.search import Found, Listeners, Search
 from indexcache_search.strategies import measured_strategies
-from indexcache_search.strategies.base import Step, TimeGoal
-from indexcache_search.strategies.budget.pricing import column
+from indexcache_search.strategies.base import Goal, Step, TimeGoal
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.pricing import ANYWHERE, column
 from indexcache_search.workdir.outputs import PARTIAL, Outputs
 from sglang_indexcache.command_line import error_context
 
@@ -73,7 +74,7 @@ class _Run:
         speed = self._speed([line for line in lines if line.kind == BASELINE or line.name == found.strategy.name])
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
-        prices = goal.budget.prices if isinstance(goal.budget, TimeGoal) else column(engine.model, self._progress.warn)
+        prices = prices_of(engine, goal, self._progress.warn)
         return metrics.collect(
             found,
             file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.budget),
@@ -122,3 +123,18 @@ class _Run:
         with self._timed("times of prompts"):
             self._progress.wait("times of prompts")
             return measured_times(engine, lines, self._begun.held_out, self._begun.journal)
+
+
+def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
+    """Return the prices by which the speeds of a search are shown, `None` where there are none.
+
+    Their words say if they are of another device or SGLang than the servers have.
+
+    Args:
+        engine: what evaluates patterns.
+        goal: of the search.
+        notice: hears why there are none, where its architecture has a table.
+    """
+    if isinstance(goal.budget, TimeGoal):
+        return goal.budget.prices
+    return column(engine.model, notice, place=getattr(engine, "place", ANYWHERE))

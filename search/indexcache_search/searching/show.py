@@ -7,7 +7,7 @@ from rich.console import Console
 from indexcache_search.console import command, serving
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import SearchResult
-from indexcache_search.results.words import counted, serving_flags
+from indexcache_search.results.words import counted
 from indexcache_search.searching import model_card
 from indexcache_search.searching.job import Files
 from indexcache_search.strategies import DEFAULT_RETAIN
@@ -47,5 +47,4 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         return
     advised = f"{path}{model_card.suffix(result)}"
     out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    flags = serving_flags(result.pattern_file.selection)
-    out.print(f"      {serving(advised, model, *flags)}", soft_wrap=True)
+    out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)

@@ -107,10 +107,16 @@ class DeepseekV4Sglang(SglangAdapter):
         return module
 
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
-        """See `SglangAdapter.attentions`; an indexer that runs projects its queries, and drafts have none."""
+        """See `SglangAdapter.attentions`; an indexer that runs projects its queries, and drafts have none.
+
+        Graphs of prompts hold all that an indexer does: `C4Indexer.forward` and the backend's `forward_c4_indexer` are
+        captured, and between their parts a replay calls the attention alone (`bcg_deepseek_v4_attention_with_output`;
+        read in 0.5.17 and 0.5.23). What is captured does not depend on the prompt's length.
+        """
         around = {id(child): module for module in model.modules() for child in module.children()}
         for site, module in () if draft else self.modules(model):
-            yield CountedAttention(site, around[id(module)], module.wq_b, exactly(int(pattern[site] == FULL)))
+            allowed = exactly(int(pattern[site] == FULL))
+            yield CountedAttention(site, around[id(module)], module.wq_b, allowed, in_graphs=True)
 
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.switch`."""

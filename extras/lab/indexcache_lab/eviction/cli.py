@@ -11,7 +11,7 @@ from indexcache_dense.selection_choice import NOSAS, PagesChoice, SelectionChoic
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TRAINING_SEQUENCES
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
-from indexcache_search.console import errors_in_one_line, messages, results, serving
+from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_train import cli as distill
 from sglang_indexcache import process
 from sglang_indexcache.pattern import FULL
@@ -55,8 +55,9 @@ def eviction(
     dry_run: options.DryRun = False,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
-        int, number("Training sequences, used again when all were seen.", TRAINING_SEQUENCES)
-    ] = 1600,
+        int | None,
+        number("Training sequences, used again when all were seen. Default: 1600.", TRAINING_SEQUENCES),
+    ] = None,
     num_eval_sequences: options.NumEvalSequences = None,
     seed: options.Seed = 0,
     steps: Annotated[int, number("Steps.", STEPS_OR_NONE)] = 200,
@@ -101,9 +102,10 @@ def eviction(
         chosen = options.selection_of(
             SelectionChoice(**vars(selection or PagesChoice()), score=NOSAS.score, steps=(nosa,))
         )
-        from indexcache_lab.dense import describe_dense
+        from indexcache_lab.dense import describe_dense, next_line
         from indexcache_lab.eviction.run import run, terminal_table
         from indexcache_lab.eviction.task import EvictionSettings
+        from indexcache_search.data.packing import Wish
         from indexcache_train.distill.settings import TrainingRuntime
         from indexcache_train.training.sets import TrainingData, show_data
         from indexcache_train.training.settings import Folders, Intervals
@@ -114,8 +116,8 @@ def eviction(
             training=tuple(training),
             evaluation=tuple(evaluation or training),
             seq_len=seq_len or 4 * description.first_sparse_position,
-            num_sequences=num_sequences,
-            num_eval_sequences=num_eval_sequences or 32,
+            num_sequences=num_sequences or Wish(1600),
+            num_eval_sequences=num_eval_sequences or Wish(32),
             rows=options.row_options(rows),
         )
         if dry_run:
@@ -146,7 +148,7 @@ def eviction(
         out = results()
         out.print(terminal_table(result))
         out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
-        out.print(f"Next: {serving(folder / 'pattern.yaml', folder / 'model')}", soft_wrap=True)
+        out.print(next_line(learning.pattern, folder / "pattern.yaml", folder / "model"), soft_wrap=True)
 
 
 app = application({"eviction": eviction})

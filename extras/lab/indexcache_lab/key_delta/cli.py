@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from indexcache_lab.key_delta.plan import LONG
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, TOKENS, Bounds
+from indexcache_search.cli.bounded import MILLION, SEQUENCES, TOKENS, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
 from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_search.strategies import DEFAULT_RETAIN
@@ -43,7 +43,7 @@ def search(
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
     seq_len: options.Length = LONG,
-    num_sequences: options.NumSequences = 32,
+    num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 32.", SEQUENCES)] = None,
     num_eval_sequences: options.NumEvalSequences = None,
     seed: options.Seed = 0,
     skip: Annotated[
@@ -69,6 +69,7 @@ def search(
     with errors_in_one_line(console, "indexcache-lab key-delta search"):
         options.check_runs_here(device, dtype)
         from indexcache_lab.key_delta.run import run, shares_of, show_data
+        from indexcache_search.data.packing import Wish
         from indexcache_search.engines.settings import RunSettings
         from indexcache_search.searching.job import Files, SearchData
 
@@ -78,8 +79,8 @@ def search(
             evaluation=tuple(evaluation or calibration),
             seq_len=seq_len,
             seed=seed,
-            num_sequences=num_sequences,
-            num_eval_sequences=num_eval_sequences or 32,
+            num_sequences=num_sequences or Wish(32),
+            num_eval_sequences=num_eval_sequences or Wish(32),
             rows=options.row_options(rows),
         )
         if dry_run:
@@ -102,7 +103,7 @@ def evaluate(
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
     seq_len: options.Length = LONG,
-    num_sequences: options.NumSequences = 144,
+    num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 144.", SEQUENCES)] = None,
     threshold: Annotated[
         str, option("Thresholds, each for all layers, or files of indexcache-lab key-delta search.")
     ] = "0.2,0.6,1.0",
@@ -122,6 +123,7 @@ def evaluate(
     with errors_in_one_line(console, "indexcache-lab key-delta eval"):
         options.check_runs_here(device, dtype)
         from indexcache_lab.key_delta.compare import KeyCandidates, read_thresholds
+        from indexcache_search.data.packing import Wish
         from indexcache_search.engines.settings import RunSettings
         from indexcache_search.eval.held_out import ComparisonData
         from indexcache_search.eval.job import ComparisonJob
@@ -138,7 +140,7 @@ def evaluate(
         data = ComparisonData(
             sources=tuple(evaluation),
             seq_len=seq_len,
-            sequences=num_sequences,
+            sequences=num_sequences or Wish(144),
             rows=options.row_options(rows),
             only_shown=dry_run,
         )

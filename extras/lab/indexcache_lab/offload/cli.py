@@ -11,7 +11,7 @@ import typer
 from indexcache_lab.offload.server import Server
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, TWO_TOKENS, Bounds
+from indexcache_search.cli.bounded import MILLION, SEQUENCES, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.console import results
@@ -67,7 +67,7 @@ def offload(
     evaluation: options.HeldOut = None,
     rows: options.Rows = None,
     seq_len: options.SeqLen = None,
-    num_sequences: options.NumSequences = 24,
+    num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 24.", SEQUENCES)] = None,
     decode_steps: Annotated[
         int, number("Last tokens of each sequence, which count as decoded behind the others.", TWO_TOKENS)
     ] = 128,
@@ -125,6 +125,7 @@ def offload(
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         from indexcache_lab.offload.result import Limits
         from indexcache_lab.offload.run import PlanRequest, run, show
+        from indexcache_search.data.packing import Wish
         from indexcache_search.eval.held_out import ComparisonData
 
         limits = Limits(
@@ -137,7 +138,7 @@ def offload(
             data=ComparisonData(
                 sources=tuple(evaluation or demo.EVALUATION),
                 seq_len=seq_len or (512 if is_demo else None),
-                sequences=num_sequences,
+                sequences=num_sequences or Wish(24),
                 rows=row_options,
             ),
             steps=decode_steps,

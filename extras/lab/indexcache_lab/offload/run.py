@@ -15,6 +15,7 @@ from rich.console import Console
 
 import sglang_indexcache
 from indexcache_dense.selection import Selection, selection_in
+from indexcache_lab.dense import next_line
 from indexcache_lab.eviction.heads import attach_saved
 from indexcache_lab.offload import result
 from indexcache_lab.offload.advice import (
@@ -28,7 +29,7 @@ from indexcache_lab.offload.counting import count_misses
 from indexcache_lab.offload.result import Buffer, Limits, OffloadResult, PlanChoice, PlanTraffic
 from indexcache_lab.offload.server import Server
 from indexcache_search import demo
-from indexcache_search.console import announce, bar, serving, warn
+from indexcache_search.console import announce, bar, warn
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
@@ -310,4 +311,5 @@ def show(found: OffloadResult, model: str | None, folder: Path, out: Console) ->
     names = [*result.FILES, *(["pattern.yaml"] if found.choice else [])]
     out.print(f"Wrote {', '.join(str(folder / name) for name in names)}", soft_wrap=True)
     if found.choice is not None:
-        out.print(f"Next: {serving(folder / 'pattern.yaml', model or demo.MODEL)}", soft_wrap=True)
+        path = folder / "pattern.yaml"
+        out.print(next_line(PatternFile.load(path).as_pattern(), path, model or demo.MODEL), soft_wrap=True)

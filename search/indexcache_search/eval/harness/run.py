@@ -20,6 +20,7 @@ from indexcache_search.eval.harness.paired import ALPHA, Change, change, fewest_
 from indexcache_search.eval.harness.samples import Samples, Score, lower_is_better, paired, read_samples
 from indexcache_search.eval.result import EVER, HARNESS
 from indexcache_search.eval.speed.servers import own, room
+from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.workdir.folder import OwnFolder
 from indexcache_search.workdir.overlap import check_apart
@@ -112,7 +113,7 @@ def run(
         beside: keep the other results in `output`: the same command has just written them.
 
     Raises:
-        SearchError: as `check`, and if lm-eval fails.
+        SearchError: as `check`, if lm-eval fails, or if a search switches the pattern of a server.
         DataError: if the servers answered other documents than the baseline.
         IndexCacheError: if a server does not answer.
     """
@@ -120,6 +121,7 @@ def run(
     set_quiet()
     reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
+    unswitched = Unswitched(addresses)
     space = min(room(own(address), "--harness") for address in addresses)
     with (
         OwnFolder(output, "indexcache-eval", HARNESS, "--output", EVER).held() as folder,
@@ -132,6 +134,7 @@ def run(
             place = Path(scratch) / str(number)
             place.mkdir()
             lm_eval.run(lm_eval.configuration(harness, model, Endpoint(address), space, place), place, log)
+            unswitched.check()
             answers.append(read_samples(place))
             lower |= lower_is_better(place)
         result = HarnessResult(

@@ -8,6 +8,7 @@ from functools import cache
 
 from indexcache_search import demo
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import ModelLayers
@@ -16,6 +17,7 @@ from sglang_indexcache.families import describe
 
 BY_ARCHITECTURE = {"DeepseekV32ForCausalLM": "deepseek-v3.2-tp8", "GlmMoeDsaForCausalLM": "glm-5-tp8"}
 """Tables of the shapes that the best-known checkpoints have on 8 GPUs."""
+ANYWHERE = Place()
 
 
 def table_of(model: ModelLayers, named: str | None = None) -> PriceTable | None:
@@ -57,32 +59,36 @@ def needed_table(model: ModelLayers, named: str | None = None) -> PriceTable:
     return table
 
 
-def priced(model: ModelLayers, table: PriceTable, context: int) -> Prices:
-    """Return a table's prices for prompts of `context` tokens; their words say if the model is of another shape.
+def priced(model: ModelLayers, table: PriceTable, context: int, place: Place = ANYWHERE) -> Prices:
+    """Return a table's prices for prompts of `context` tokens.
+
+    Their words say if the model is of another shape, or runs at another place.
 
     Raises:
         SearchError: if so many were not measured.
     """
-    prices, unlike = table.at(context), table.unlike(model)
-    if not unlike:
-        return prices
-    return replace(prices, words=f"{prices.words}, which this model is not ({unlike})", unlike=unlike)
+    prices, unlike, elsewhere = table.at(context), table.unlike(model), table.elsewhere(place)
+    words = f"{prices.words}, which this model is not ({unlike})" if unlike else prices.words
+    return replace(prices, words=f"{words}, while its servers have {elsewhere}" if elsewhere else words, unlike=unlike)
 
 
-def column(model: ModelLayers, notice: Callable[[str], None], named: str | None = None) -> Prices | None:
+def column(
+    model: ModelLayers, notice: Callable[[str], None], named: str | None = None, place: Place = ANYWHERE
+) -> Prices | None:
     """Return the prices of the longest prompts for a column of speeds; `None` if there are none of the model's shape.
 
     Args:
         model: what is priced.
         notice: hears why there are none, where its architecture has a table.
         named: name or file of a table, see `table_of`.
+        place: where the model runs.
     """
     try:
         table = table_of(model, named)
     except SearchError as error:
         notice(f"no speeds are estimated: {error}")
         return None
-    return None if table is None else priced(model, table, table.contexts[-1])
+    return None if table is None else priced(model, table, table.contexts[-1], place)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of
@@ -160,6 +161,14 @@ class PriceTable(Section):
         ):
             if facts.get(key) != ours:
                 lines.append(f"{key} {facts.get(key)}, not {ours}")
+        return ", ".join(lines)
+
+    def elsewhere(self, place: Place) -> str:
+        """Say in what a place is not the one where these times were measured; empty if in nothing that is known."""
+        lines = [] if place.device in (None, self.device) else [f"{place.device}, not {self.device}"]
+        ours = self.versions.get("sglang")
+        if None not in (place.sglang, ours) and place.sglang != ours:
+            lines.append(f"SGLang {place.sglang}, not {ours}")
         return ", ".join(lines)
 
     def at(self, context: int) -> Prices:
