@@ -16,7 +16,7 @@ from rich.text import Text
 
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.results.words import serving_flags
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.process import exit_line
 
 PACE = 120.0  # seconds over which the pace is taken: what a journal has is done at once, what it lacks is not
@@ -39,7 +39,7 @@ def command(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def serving(pattern: object, model: object, selection: Selection | None) -> str:
+def serving(pattern: object, model: object, selection: PatternSelection | None) -> str:
     """Return the command that serves `pattern`, a file with this `selection`, on `model`, a folder or hub id."""
     launch = ("python", "-m", "sglang_indexcache.launch_server")
     return command(*launch, "--indexcache-pattern", pattern, "--model-path", model, *serving_flags(selection))

@@ -16,7 +16,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.serving import proof
+from sglang_indexcache.serving import counted, proof
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.sglang.attention import Observed, unobserved

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_dense.family import DENSE_GQA
-from indexcache_dense.selection import Selection
+from indexcache_dense.selection import Selection, selection_in
 from indexcache_search.console import command, serving
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import describe_model
@@ -34,7 +34,7 @@ def next_line(pattern: Pattern, path: Path, model: object) -> str:
         path: the file.
         model: folder or hub id.
     """
-    chosen = pattern.selection
+    chosen = selection_in(pattern)
     if chosen is None:
         return f"Next: {serving(path, model, None)}"
     try:

@@ -123,7 +123,7 @@ class SeenLease(LeaseState):
         return "ends_in_s" in self.model_fields_set
 
 
-class Status(Ranks):
+class Status(Ranks[Rank]):
     """Answer about the state of a server; one that speaks version 1 has no `lease`."""
 
     lease: SeenLease | None = None
