@@ -126,8 +126,8 @@ def test_kl_and_overlap_are_what_they_are_on_transformers(
     assert found[PATTERNS[0]] == (0.0, 0.0)
     for pattern in PATTERNS[1:]:
         assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3) and min(found[pattern]) > 0.01
-    overlap = engine.topk_overlap(data, 16)
-    assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / 64
+    overlap = engine.matrix("overlap", data, 16)
+    assert overlap is not None and np.abs(overlap - reference.matrix("overlap", data, 16)).max() <= 1 / 64
 
 
 def test_sending_ahead_changes_nothing(server: Server, data: TokenSet) -> None:
@@ -197,7 +197,7 @@ def test_other_ways_to_spread_a_model(
             for pattern in patterns:
                 assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3)
         if lanes == 1:
-            assert engine.topk_overlap(single, 4) is None
+            assert engine.matrix("overlap", single, 4) is None
             with pytest.raises(SearchError, match="kl is not measured with pipeline stages"):
                 losses(engine, single, "kl")
         assert lanes == (1 if "--pp-size" in flags else 2)

@@ -146,8 +146,8 @@ def test_live_losses_are_those_of_transformers(model: Path, server: Server) -> N
         for pattern in tried:
             assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3, abs=1e-9)
     assert found[Pattern.full(LAYERS)] == (0.0, 0.0) and min(found[Pattern("FSSSSS")]) > 0.01
-    overlap = engine.topk_overlap(data, 16)
-    assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / TOPK
+    overlap = engine.matrix("overlap", data, 16)
+    assert overlap is not None and np.abs(overlap - reference.matrix("overlap", data, 16)).max() <= 1 / TOPK
 
 
 def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path) -> None:

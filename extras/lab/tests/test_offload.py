@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from indexcache_dense.hf.engine import PageEngine
 from indexcache_dense.hf.pages import apply_page_roles
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_lab.kernels import BlockBuffer, swap_blocks
@@ -26,6 +27,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import today
 from indexcache_search.evaluation.journal import Journal
 from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.families import describe
 from sglang_indexcache.io.errors import IndexCacheError
 from tests.conftest import (
     LAYERS,
@@ -35,6 +37,7 @@ from tests.conftest import (
     tiny_config,
     tiny_dense_config,
     tiny_engine,
+    tiny_model,
     tiny_v4_config,
 )
 
@@ -246,9 +249,14 @@ def test_the_bandwidth_is_of_pieces_from_anywhere(piece: int, moved: int, monkey
 FEW = "page_tokens=4,pages=3,recent_pages=1"
 
 
+def dense_engine() -> PageEngine:
+    config = tiny_dense_config()
+    return PageEngine(tiny_model(config), describe(config, "tiny"))
+
+
 def test_pages_that_decoding_chooses_are_numbered() -> None:
     """Those of each step alone, in their order; what is empty stands behind."""
-    engine, data = tiny_engine(tiny_dense_config()), random_tokens(2, 40)
+    engine, data = dense_engine(), random_tokens(2, 40)
     selection = replace(PAGES, pages=3, recent_pages=1, steps=ReusePolicy.parse("ema:0.9"))
     prompt = np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40))
     given, pattern = replace(data, prompt=prompt), Pattern("DFSDSF", selection)
@@ -269,7 +277,7 @@ def test_pages_that_decoding_chooses_are_numbered() -> None:
 
 def test_key_heads_miss_pages_of_their_own(tmp_path: Path) -> None:
     """Each has a buffer; what the simulator counts is what the swap kernel copies behind the first step."""
-    engine, data = tiny_engine(tiny_dense_config()), random_tokens(2, 40)
+    engine, data = dense_engine(), random_tokens(2, 40)
     selection = replace(PAGES, pages=3, recent_pages=1, heads="key")
     given = replace(data, prompt=np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40)))
     pattern, newest = Pattern("DFSDSF", selection), [at // 4 for at in range(40 - STEPS, 40)]
