@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa.blocks import patch_indexers, shards
 from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
@@ -165,4 +165,4 @@ def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
 
 def test_only_dsa_has_blocks_and_shared_rows() -> None:
     """They were never compared with a reference on HY-V4, whose attention is the same."""
-    assert [family.name for family in FAMILIES if with_blocks(family.sglang) is not None] == ["dsa"]
+    assert [family.name for family in known_families() if with_blocks(family.sglang) is not None] == ["dsa"]

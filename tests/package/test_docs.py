@@ -20,6 +20,7 @@ from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import strategies as known_strategies
 from scripts.tools import pictures, site
 from sglang_indexcache.families.base import CheckpointReader, SglangAdapter, TransformersAdapter
+from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
 from sglang_indexcache.sglang.options import parser_of, versions
 from sglang_indexcache.version import RELEASE, version
@@ -218,7 +219,7 @@ def test_what_a_family_has_is_said() -> None:
     text = (DOCS / "add-a-family.md").read_text()
     rows = re.findall(r"^\| (?:`\w+`)? ?\| [^|]+ \| (`[^|]+) \|$", text, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    parts = (CheckpointReader, SglangAdapter, TransformersAdapter)
+    parts = (CheckpointReader, SglangAdapter, DsaSglang, TransformersAdapter)
     wrong = [name for name in names if not any(name in {*dir(part), *part.__annotations__} for part in parts)]
     asked = {name for part in parts for name in getattr(part, "__abstractmethods__", ())}
     assert not wrong and asked | {"readings", "rule", "would_run"} <= set(names)

@@ -169,6 +169,21 @@ def test_what_is_no_table_is_refused(change: dict[str, Any], message: str, tmp_p
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark, which JSON must not; expected UTF-8 without one$"),
+        (b"", "is empty; expected the whole file$"),
+        (b'{"name": "x', "not JSON: is cut off before its end; expected the whole file$"),
+        (b"[]", "found list, expected a JSON object$"),
+    ],
+)
+def test_what_a_file_holds_instead_of_a_table_is_said(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(SearchError, match=f"^prices: {tmp_path}/x.json: {message}"):
+        PriceTable.load(str(tmp_path / "x.json"))
+
+
 def test_layers_of_all_kinds_and_their_times(tmp_path: Path) -> None:
     pattern = of_all_kinds(16)
     assert pattern.letters == "FFFSFSFSFSFSFSFF+4q2+6q4+8q8+10q16+12q64"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,25 @@ def test_a_tokenizer_without_its_unknown_token_is_refused(model: models.Model, t
     save(model, tmp_path)
     assert one_line_or(lambda: load_tokenizer(str(tmp_path))) is None
     with pytest.raises(SearchError, match="its tokenizer refuses words that it does not know, expected an unk_token"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: b"\xef\xbb\xbf" + text, "begins with a byte order mark, which JSON must not; expected UTF-8"),
+        (lambda text: text[: len(text) // 2], "not JSON: is cut off before its end; expected the whole file"),
+        (lambda text: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer, not the file"),
+    ],
+    ids=["mark", "cut", "pointer"],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(
+    name: str, change: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
+    save(models.WordLevel({**VOCABULARY, "[UNK]": 2}, unk_token="[UNK]"), tmp_path)
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    with pytest.raises(SearchError, match=f"^{tmp_path / name}: {message}"):
         load_tokenizer(str(tmp_path))
 
 

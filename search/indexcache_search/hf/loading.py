@@ -20,7 +20,8 @@ from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, one_line
+from sglang_indexcache.io.atomic import read_json_object
+from sglang_indexcache.io.errors import FileError, IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern.selection import PatternSelection
@@ -181,7 +182,23 @@ def set_quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_BYTES = 256 << 20
 _RARE = "\ua66e"  # a letter of the Cyrillic alphabet that was used once
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Name the file of a tokenizer that is no JSON, and what it is instead.
+
+    Raises:
+        SearchError: if there is one.
+    """
+    for path in (folder / name for name in _TOKENIZER_FILES):
+        try:
+            if path.is_file():
+                read_json_object(path, _TOKENIZER_BYTES)
+        except FileError as error:
+            raise SearchError(str(error)) from None
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -193,6 +210,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(model), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain exceptions
+        _check_tokenizer_files(Path(model))
         raise SearchError(f"{model}: no tokenizer found, and the data is text: {_one_line(error)}") from None
     try:
         tokenizer.encode(_RARE, add_special_tokens=False)

@@ -15,8 +15,7 @@ from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of
-from sglang_indexcache.io.atomic import read_regular
-from sglang_indexcache.io.errors import FileError
+from sglang_indexcache.io.atomic import read_json_object, read_regular
 
 TABLES = Path(__file__).with_name("tables")
 MOST_BYTES = 1 << 20
@@ -129,9 +128,11 @@ class PriceTable(Section):
         """
         path = TABLES / f"{name}.json" if name in known() else Path(name)
         try:
+            read_json_object(path, MOST_BYTES)  # says what a file holds instead of JSON
             return cls.model_validate_json(read_regular(path, MOST_BYTES))
         except FileError as error:
-            raise SearchError(f"prices: {error}; expected a file or one of {', '.join(known())}") from None
+            hint = "" if path.is_file() else f"; expected a file or one of {', '.join(known())}"
+            raise SearchError(f"prices: {error}{hint}") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
