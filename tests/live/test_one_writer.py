@@ -19,7 +19,9 @@ from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_server import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.unswitched import Unswitched
 from sglang_indexcache.calibration import protocol
+from sglang_indexcache.http.address import Address
 from tests.live.calibrating import (
     MODEL,
     PATTERNS,
@@ -84,6 +86,20 @@ def test_a_lease_that_ends_during_an_evaluation(server: Server, single: TokenSet
     with pytest.raises(SearchError, match=f"somebody else switched it to {PATTERNS[2].roles}"):
         losses(searching, single, patterns=PATTERNS[1:2])
     assert losses(live_engine(server), single, patterns=PATTERNS[1:2]) == wanted
+
+
+def test_a_server_that_a_search_has_is_not_compared(server: Server, single: TokenSet) -> None:
+    """indexcache-eval asks before its first sequence and behind its last one."""
+    address, searching = [Address.of(f"{server.url}/v1")], live_engine(server)
+    with pytest.raises(SearchError, match=r"has switched its patterns for .*; expected a server whose pattern stays"):
+        Unswitched(address)
+    searching.close()
+    unswitched = Unswitched(address)
+    unswitched.check()
+    losses(live_engine(server), single, patterns=PATTERNS[1:2])
+    close_engines()
+    with pytest.raises(SearchError, match="its pattern was switched"):
+        unswitched.check()
 
 
 def test_two_searches_on_the_command_line(server: Server, tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ def numbers_of(hint: Any, where: str) -> Iterator[tuple[str, Any]]:
     if hint in (int, float):
         yield where, None
     elif is_dataclass(hint) and not hasattr(hint, "parse"):
-        for key, inner in get_type_hints(hint, include_extras=True).items():
-            yield from numbers_of(inner, f"{where} {key}")
+        hints = get_type_hints(hint, include_extras=True)
+        for item in fields(hint):
+            yield from numbers_of(hints[item.name], f"{where} {item.name}")
     for inner in get_args(hint):
         yield from numbers_of(inner, where)
 

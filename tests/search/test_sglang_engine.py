@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_the_baseline_is_run_once_and_again_after_a_restart(stubs: list[Stub]) -
 def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
     stub = Stub(ranks=2)
     for objective in ("nll", "kl"):
-        found = {item.pattern: item for item in engine(stub).evaluate(PATTERNS, DATA, objective)}
+        with closing(engine(stub)) as live:
+            found = {item.pattern: item for item in live.evaluate(PATTERNS, DATA, objective)}
         assert set(found) == set(PATTERNS)
         if objective == "nll":
             assert all(list(item.losses) == pytest.approx(expected(pattern)) for pattern, item in found.items())

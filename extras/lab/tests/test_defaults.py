@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from indexcache_dense.reuse import ReusePolicy
 from typer.testing import CliRunner
 
 from indexcache_dense.family import DENSE_GQA
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from indexcache_lab import cli
 from indexcache_lab.dense import next_line
 from indexcache_lab.offload import cli as offload_cli
 from sglang_indexcache import Pattern
-from indexcache_dense.selection import Selection
 from tests.conftest import VOCAB
 
 FEW = "pages=3,page_tokens=4,recent_pages=1"

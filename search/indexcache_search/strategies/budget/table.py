@@ -16,6 +16,7 @@ from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of
 from sglang_indexcache.io.atomic import read_json_object, read_regular
+from sglang_indexcache.io.errors import FileError
 
 TABLES = Path(__file__).with_name("tables")
 MOST_BYTES = 1 << 20
