@@ -25,6 +25,7 @@ from sglang_indexcache.http.address import Address
 from tests.live.calibrating import (
     MODEL,
     PATTERNS,
+    close_engines,
     finished,
     given_back,
     live_engine,
