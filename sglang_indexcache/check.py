@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
     for name, value in vars(options).items():
-        if [] in (value if name == "server" else [value]):  # what argparse makes of `--`
+        if any(word in ([], "--") for word in (value if name == "server" else [value])):  # up to Python 3.11 `--` is []
             parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:

@@ -114,7 +114,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Asked, tuple[str, ...]]:
         if word.replace("_", "-").startswith(_PREFIX):
             flags = ", ".join((PATTERN_FLAG, *(flag for flag, _ in _SWITCHES.values())))
             raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
-    if not all(patterns):  # argparse makes an empty list of `--`
+    if not all(patterns) or "--" in patterns:  # of which argparse makes an empty list up to Python 3.11
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
     if len(patterns) > 1:
         raise LaunchError(f"{PATTERN_FLAG} is given twice")
