@@ -107,7 +107,7 @@ def test_what_is_not_read_is_refused_with_file_and_key(text: str, line: str, tmp
 
 def test_sections_are_of_the_commands_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in another's is not looked at, its own and what stands outside counts, and no key twice."""
-    assert sections() == ("distill", "eval", "offload", "search")
+    assert sections() == ("distill", "eval", "offload", "search", "watch")
     monkeypatch.setattr("indexcache_search.cli.config.sections", lambda: ("other", "run"))
     assert run(tmp_path, "seed: 3\nother: {nothing: of ours}\nrun: {model: m}").exit_code == 0
     assert (found[0]["model"], found[0]["seed"]) == ("m", 3)
