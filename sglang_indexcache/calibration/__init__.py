@@ -19,7 +19,7 @@ from sglang_indexcache.calibration.measure import Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import Route
-from sglang_indexcache.extensions import extensions
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.families.dsa.sglang import by_configuration
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.io.refusal import UNREAD_FLAG
 from sglang_indexcache.sglang.probes import FEATURES, REQUIRED, Feature, SglangSource
 from sglang_indexcache.sglang.read_sources import never_run

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sglang_indexcache.extensions import ExtensionError, extensions
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.families.refused import label, refusal
 from sglang_indexcache.io.errors import ModelConfigError
+from sglang_indexcache.io.extensions import ExtensionError, extensions
 from sglang_indexcache.model.layers import ModelLayers
 
 _OWN: tuple[Family, ...] = (DSA, HY_V4, DEEPSEEK_V4)

@@ -9,8 +9,8 @@ from typing import Any, Self
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from sglang_indexcache.extensions import ExtensionError, extensions
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.extensions import ExtensionError, extensions
 
 
 class PatternSelection(ABC):

@@ -16,9 +16,9 @@ from indexcache_search.errors import SearchError
 from indexcache_search.results import words
 from indexcache_search.strategies.base import Strategy
 from sglang_indexcache import Pattern, PatternFile, families
-from sglang_indexcache.extensions import ExtensionError, extensions
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.io.errors import PatternError, PatternFileError
+from sglang_indexcache.io.extensions import ExtensionError, extensions
 from sglang_indexcache.pattern import selection
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 from sglang_indexcache.pattern_file.spec import PatternSpec

@@ -27,8 +27,8 @@ from sglang_indexcache.calibration.measure import Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import Measured
-from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io.extensions import extensions
 from tests.conftest import made_up
 from tests.core.test_control import Scheduler, _no_sglang, ask, controller
 from tests.search.calibration_stub import DATA, MODEL, PATTERNS, Stub

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from indexcache_search.cli.command import option, settings
-from sglang_indexcache.extensions import extensions
+from sglang_indexcache.io.extensions import extensions
 
 
 @dataclass(frozen=True, kw_only=True)

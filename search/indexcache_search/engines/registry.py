@@ -13,8 +13,8 @@ from indexcache_search.engines.base import Engine
 from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import family_of
+from sglang_indexcache.io.extensions import extensions
 
 _MOST_GB = 1e6
 

@@ -34,8 +34,8 @@ from indexcache_search.hf.device import (
 from indexcache_search.hf.loading import describe_model, load_model
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.extensions import extensions
 from sglang_indexcache.families import family_of
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.io.redaction import redacted
 from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.extensions import extensions
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern.selection import PatternSelection
 
 

@@ -14,7 +14,7 @@ from indexcache_search.strategies.lazy import Lazy
 from indexcache_search.strategies.measured import MeasuredStrategy
 from indexcache_search.strategies.similarity import Similarity
 from indexcache_search.strategies.uniform import Uniform
-from sglang_indexcache.extensions import ExtensionError, extensions
+from sglang_indexcache.io.extensions import ExtensionError, extensions
 
 _OWN: tuple[type[Strategy], ...] = (Lazy, Greedy, Exhaustive, Uniform, Similarity)
 DEFAULT_STRATEGY = Lazy.name
