@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to import, in which Python 
 if TYPE_CHECKING:
     from typing import Any
 
+    from sglang_indexcache.families.dsa.spellings import to_sglang
     from sglang_indexcache.io.errors import IndexCacheError
     from sglang_indexcache.model.layers import ModelLayers
     from sglang_indexcache.pattern import Pattern
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     __version__: str
     from sglang_indexcache.pattern_file.file import PatternFile
 
-__all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__"]
+__all__ = ["IndexCacheError", "ModelLayers", "Pattern", "PatternFile", "__version__", "to_sglang"]
 
 _HOMES = {
     "IndexCacheError": "io.errors",
     "Pattern": "pattern",
     "PatternFile": "pattern_file.file",
     "ModelLayers": "model.layers",
+    "to_sglang": "families.dsa.spellings",
 }
 
 
