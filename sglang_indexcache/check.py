@@ -215,7 +215,11 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        text.append(as_text(report, last=not more))
+        family, plain = Checkpoint.read(options.model).family, Asked()
+        lines = [] if options.server_args is not None else _unread(options, pattern, family, plain, {})
+        result["problems"] += lines
+        text.append(as_text(report, last=not (more or lines)))
+        text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     else:
         pattern = spec.known()
         architecture = None if spec.file is None else spec.file.model.architecture
@@ -226,10 +230,6 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
     if options.server_args is not None:
         _check_launch(options, spec, pattern, result, text)
-    elif options.model is not None:
-        lines = _unread(options, pattern, Checkpoint.read(options.model).family, Asked(), {})
-        result["problems"] += lines
-        text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
     if options.model is not None and more and not result["problems"]:

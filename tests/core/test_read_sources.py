@@ -127,6 +127,9 @@ def test_the_check_says_what_the_server_would(
         return [line for line in found if "nobody here has read" in line and needs.RAGGED.target in line]
 
     assert len(problems("FSSFSS+3q4", "--model", glm)) == 1 and not problems("FSSFSS", "--model", glm)
+    assert (
+        main(["FSSFSS+3q4", "--sglang", folder, "--model", glm]) == 1 and "no problems" not in capsys.readouterr().out
+    )
     shared = "--indexcache-shard-indexers --tp 2"
     for more in ((), ("--model", glm)):
         assert len(problems("FSSFSS+3q4", *more, "--server-args", "--tp 2")) == 1

@@ -166,12 +166,25 @@ def test_repeated_rows_are_counted(write: Callable[..., str]) -> None:
     other = write(rows[4:], "held-out.jsonl")
     held_out, calibration, reader = build(source, (4, 4), evaluation=other)
     assert sorted({*of(calibration)}) == [0, 1, 2, 3] and sorted({*of(held_out)}) == [4, 5, 6, 7]
-    with pytest.raises(DataError, match=r"rows read: 24, 18 repeat others, 2 are in the evaluation set, too;"):
+    with pytest.raises(DataError, match=r"rows read: 24, 18 repeat earlier text, 2 are in the evaluation set, too;"):
         build(source, (4, 5), evaluation=other)
     reading = reader.readings[1]
     assert reading.repeats + reading.held_out + 4 == reading.rows.total() and reading.held_out <= 2
-    assert f"{source}: {reading.repeats} of {reading.rows.total()} calibration rows read repeat others" in " ".join(
-        reader.notes
+    assert (
+        f"{source}: {reading.repeats} of {reading.rows.total()} calibration rows read repeat earlier text"
+        in " ".join(reader.notes)
+    )
+
+
+def test_a_row_may_repeat_itself(write: Callable[..., str]) -> None:
+    """As a conversation that is written once for each of its replies; no other row says the same."""
+    source = write([row * 2 for row in documents(*[WHOLE * SEQ_LEN] * 3)])
+    other = write([row[::-1] for row in documents(*[40] * 9)], "other.jsonl")
+    _, _, reader = build(source, (2, 2), evaluation=other)
+    found = reader.readings[1].rows.total()
+    assert reader.notes == (
+        f"{source}: {found} of {found} calibration rows read repeat earlier text, all or a part; what repeats counts"
+        " once",
     )
 
 
@@ -190,7 +203,7 @@ def test_repeats_do_not_use_up_what_is_left_for_calibration(write: Callable[...,
 
 
 def test_identical_rows_say_why_they_give_so_little(write: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match=r"gives 1 evaluation sequences .*rows read: 40, 39 repeat others;"):
+    with pytest.raises(DataError, match=r"gives 1 evaluation sequences .*rows read: 40, 39 repeat earlier text;"):
         build(write(documents(SEQ_LEN) * 40), (2, 2))
 
 
@@ -259,7 +272,10 @@ def test_a_dry_run_says_from_how_many_documents(
     assert "evaluation: 4 sequences of 128 tokens, from 3 documents, " in result.output
     assert "calibration: 6 sequences of 128 tokens, from 3 documents, " in result.output
     assert "rows.jsonl: 6 sequences, from 3 documents, " in result.output
-    assert "calibration rows read repeat others" in result.output and " 3 are set aside for evaluation" in result.output
+    assert (
+        "calibration rows read repeat earlier text" in result.output
+        and " 3 are set aside for evaluation" in result.output
+    )
 
 
 @pytest.mark.parametrize("given", [(), ("--num-sequences", "16384")], ids=["default", "given"])

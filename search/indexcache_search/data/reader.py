@@ -29,7 +29,7 @@ class SourceReading:
 
     Attributes:
         rows: number of rows understood, by the columns that were read.
-        repeats: number of rows of which all or a part repeats others that were read, and is left out.
+        repeats: number of rows of which all or a part repeats others, or its own beginning, and is left out.
         held_out: number of rows of which all or a part is in the evaluation set, which another source gave.
         aside: number of rows set aside for the evaluation set, which this source gave.
         used: number of rows of which the set holds tokens.
@@ -64,7 +64,7 @@ class SourceReading:
     def __str__(self) -> str:
         skipped = f", bad ones skipped: {len(self.bad)}" if self.bad else ""
         kinds = {
-            "repeat others": self.repeats,
+            "repeat earlier text": self.repeats,
             "are in the evaluation set, too": self.held_out,
             "are set aside for evaluation": self.aside,
             "left out": self.left_out.total(),
@@ -90,7 +90,7 @@ class SourceReading:
         yield from (f"{self.source}: {remark}" for remark in self.remarks)
         read = f"of {self.rows.total()} {self.purpose} rows read"
         if self.repeats:
-            yield f"{self.source}: {self.repeats} {read} repeat others, wholly or in part; what repeats counts once"
+            yield f"{self.source}: {self.repeats} {read} repeat earlier text, all or a part; what repeats counts once"
         if self.held_out:
             yield f"{self.source}: {self.held_out} {read} are in the evaluation set, too, all or a part, and left out"
 
