@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, cast
 
 from indexcache_train.distill.adapters.megatron import IndexerLoss
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 
 _ATTACHED = ExitStack()  # for as long as the process lives
 

@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # `typing` takes milliseconds to import, in which Python 
 if TYPE_CHECKING:
     from typing import Any
 
-    from sglang_indexcache.families.dsa.spellings import to_sglang
+    from sglang_indexcache.families.dsa.override import to_sglang
     from sglang_indexcache.io.errors import IndexCacheError
     from sglang_indexcache.model.layers import ModelLayers
     from sglang_indexcache.pattern import Pattern
@@ -23,7 +23,7 @@ _HOMES = {
     "Pattern": "pattern",
     "PatternFile": "pattern_file.file",
     "ModelLayers": "model.layers",
-    "to_sglang": "families.dsa.spellings",
+    "to_sglang": "families.dsa.override",
 }
 
 

@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 from sglang_indexcache import process
-from sglang_indexcache.checkpoint import override
+from sglang_indexcache.checkpoint import override_alone
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
@@ -36,15 +36,15 @@ from sglang_indexcache.io.refusal import (
 )
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import known
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.pattern_file.result_folder import ResultFolder
-from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
-from sglang_indexcache.serving.judge import family_in, judge
+from sglang_indexcache.serving.launch_judge import family_in, judge
 from sglang_indexcache.serving.preflight import replacing, unread
 from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
-from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
+from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from sglang_indexcache.version import version
 
@@ -176,8 +176,8 @@ def _known(options: argparse.Namespace) -> int:
 
 
 def _override(options: argparse.Namespace) -> int:
-    found = override.of_flag(options.model, options.json_model_override_args, options.sglang)
-    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override.as_text(found)) + "\n")
+    found = override_alone.of_flag(options.model, options.json_model_override_args, options.sglang)
+    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override_alone.as_text(found)) + "\n")
     return 1 if found.problems else 0
 
 
@@ -280,7 +280,7 @@ def _check_launch(
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     allow = options.allow_config_mismatch or _allows(variables, ours)
-    wrong, others = override.in_launch_line(
+    wrong, others = override_alone.in_launch_line(
         readings.lines[-1],
         pattern,
         family,

@@ -41,8 +41,8 @@ from sglang_indexcache.io.refusal import (
     refuse_unforeseen,
 )
 from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.pattern_file.spec import PatternSpec
-from sglang_indexcache.serving.judge import Judgement, family_in, judge
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.serving.launch_judge import Judgement, family_in, judge
 from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, split_arguments
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.options import versions

@@ -25,7 +25,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of_modules
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,7 +14,7 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, EnginePlan, flag
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.meaning import Meaning
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
 _WANTED = {

@@ -20,7 +20,7 @@ from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.pattern_file.hub import why
-from sglang_indexcache.sglang.overrides import FLAG, merged
+from sglang_indexcache.sglang.override_flag import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100 << 20

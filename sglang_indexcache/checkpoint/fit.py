@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
-from sglang_indexcache.checkpoint.override import alone, contradictions, reading_lines, says_roles, without_launcher
+from sglang_indexcache.checkpoint.override_alone import (
+    alone,
+    contradictions,
+    reading_lines,
+    says_roles,
+    without_launcher,
+)
 from sglang_indexcache.families.dsa.sglang import by_configuration
 from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.selection import PatternSelection
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
+from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 

@@ -16,7 +16,7 @@ from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.sglang.attention import CountedAttention
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need
 
 if TYPE_CHECKING:

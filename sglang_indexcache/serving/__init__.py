@@ -43,7 +43,7 @@ from sglang_indexcache.serving import engines, identity, metrics, proof, ready, 
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.read_sources import never_run
 from sglang_indexcache.sglang.requested import CALIBRATION_KEY, KEY
 

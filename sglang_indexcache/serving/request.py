@@ -10,7 +10,7 @@ from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.sglang.requested import KEY, CarriedPattern, Request
 
 

@@ -17,9 +17,9 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import FileError, ModelConfigError, SpellingError
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config, tiny_v4_config
 

@@ -20,9 +20,9 @@ from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS
-from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.serving.launch_judge import family_in, judge, proven_first, verdicts
 from sglang_indexcache.sglang.asked import LaunchError
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.options import parser_of

@@ -17,7 +17,7 @@ from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, PatternFileError
 from sglang_indexcache.model.config_keys import differing
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}

@@ -20,7 +20,7 @@ from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.needs import RULE
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.sglang.probes import SglangSource
 
 LAYERS = 6

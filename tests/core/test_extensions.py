@@ -21,7 +21,7 @@ from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.io.extensions import ExtensionError, extensions
 from sglang_indexcache.pattern import selection
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.conftest import PAGES, tiny_config
 
 Install = Callable[..., None]

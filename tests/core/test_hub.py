@@ -19,7 +19,7 @@ from sglang_indexcache.io.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIAB
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
 from sglang_indexcache.pattern_file.file import split_retention
 from sglang_indexcache.pattern_file.hub import HubFile
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import Request

@@ -17,7 +17,7 @@ from sglang_indexcache.families.combination import NOT_RUN, UNJUDGED
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN
-from sglang_indexcache.serving.judge import judge, verdicts
+from sglang_indexcache.serving.launch_judge import judge, verdicts
 from sglang_indexcache.sglang import config_file, launch_line
 from sglang_indexcache.sglang.harmless import HARMLESS
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text

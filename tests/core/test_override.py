@@ -12,7 +12,7 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import tiny_config, tiny_v4_config
 
 ROLES = "FSSFSS"

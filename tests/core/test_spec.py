@@ -11,9 +11,9 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import PatternError
-from sglang_indexcache.pattern_file.spec import PatternSpec, spells_letters, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, spells_letters, split_name
 from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import save_model, tiny_config
 

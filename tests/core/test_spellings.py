@@ -10,6 +10,14 @@ from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.override import (
+    freq_pattern,
+    indexer_types,
+    meanings,
+    read_spelling,
+    to_sglang,
+    to_vllm,
+)
 from sglang_indexcache.families.dsa.rules import (
     GLM,
     HY_V4,
@@ -19,14 +27,6 @@ from sglang_indexcache.families.dsa.rules import (
     VLLM_RULES,
     Rule,
     read,
-)
-from sglang_indexcache.families.dsa.spellings import (
-    freq_pattern,
-    indexer_types,
-    meanings,
-    read_spelling,
-    to_sglang,
-    to_vllm,
 )
 from sglang_indexcache.io.errors import PatternError, SpellingError
 from tests.conftest import PAGES

@@ -13,7 +13,7 @@ from sglang_indexcache import Pattern, serving
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import engines
-from sglang_indexcache.serving.judge import judge
+from sglang_indexcache.serving.launch_judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked

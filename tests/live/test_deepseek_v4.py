@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from scripts.tools import random_models

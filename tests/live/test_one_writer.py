@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.unswitched import Unswitched

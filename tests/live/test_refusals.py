@@ -22,7 +22,7 @@ from scripts.tools import random_models
 from scripts.tools.pattern_files import pattern_file, write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA, needs
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.sglang import probes
 from tests.live.ending import changed_source, launch, load
 from tests.live.server import LAUNCHER, command, ended

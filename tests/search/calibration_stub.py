@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol

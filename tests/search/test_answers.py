@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError

@@ -28,7 +28,7 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern_file.file import ModelSection
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.search.test_strategies import TableEngine, found_by, judge_of, token_set
 

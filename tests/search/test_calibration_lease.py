@@ -18,8 +18,8 @@ import pytest
 
 from indexcache_search.engines import lease as leases
 from indexcache_search.engines import sglang
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
-from indexcache_search.engines.control import Control
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
+from indexcache_search.engines.control_requests import Control
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
@@ -133,8 +133,8 @@ def test_a_lease_is_given_back_at_once(stub: Stub) -> None:
 
 SEARCH = """
 import sys, time
-from indexcache_search.engines.calibration_server import CalibrationServer
-from indexcache_search.engines.control import Control
+from indexcache_search.engines.calibration_client import CalibrationServer
+from indexcache_search.engines.control_requests import Control
 from indexcache_search.engines.lease import Lease
 from sglang_indexcache.http.address import Address
 from sglang_indexcache import process

@@ -23,7 +23,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.http_stub import Answering, HttpStub
 
 

@@ -21,7 +21,7 @@ from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import FileError, ModelConfigError, PatternError
 from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 

@@ -30,7 +30,7 @@ from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import save_set
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.eval.endpoints import Endpoint
 from indexcache_search.evaluation.records import Sealer, append
@@ -191,7 +191,7 @@ RIGHT = {
 
 
 def test_two_hundred_answers_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexcache_search.engines.calibration_server.BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("indexcache_search.engines.calibration_client.BUSY_SECONDS", 0.2)
     rng = random.Random(10)
     current: list[bytes] = [b""]
     with server(lambda connection: connection.sendall(current[0])) as url:

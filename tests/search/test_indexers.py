@@ -27,11 +27,11 @@ from indexcache_train.cli import app as distill_app
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.families.dsa.spellings import indexer_types, to_sglang, to_vllm
+from sglang_indexcache.families.dsa.override import indexer_types, to_sglang, to_vllm
 from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern.indexer_setting import NO_CANDIDATES, QUERIES
 from sglang_indexcache.pattern_file.file import ModelSection
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.conftest import LAYERS, TOPK, VOCAB, random_tokens, tiny_config, tiny_engine, tiny_model, tiny_v4_config
 
 SEQ_LEN, REPLY = 56, 13

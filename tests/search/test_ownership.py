@@ -26,8 +26,8 @@ from indexcache_search.workdir.lock import LOCK, locked
 from indexcache_search.workdir.outputs import outputs
 from indexcache_search.workdir.overlap import check_apart
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.pattern_file.result_folder import MARK
-from sglang_indexcache.pattern_file.spec import PatternSpec
 
 COMMAND = "indexcache-distill"
 NAMES = ("metrics.json", "pattern.yaml")

@@ -24,7 +24,7 @@ from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from tests.conftest import LAYERS, tiny_config, tiny_model
 from tests.forked import forked, killed_at
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexcache_search.engines import calibration_server, own_server
+from indexcache_search.engines import calibration_client as calibration_server
+from indexcache_search.engines import own_server
 from indexcache_search.engines.answers import same_tokens
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant

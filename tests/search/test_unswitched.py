@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.unswitched import Unswitched
 from sglang_indexcache.http.address import Address

@@ -15,7 +15,7 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern import uniform_pattern
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import CarriedPattern, Request

@@ -18,7 +18,7 @@ from indexcache_lab.offload.counted import misses, misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses
 from indexcache_lab.offload.selections import MISSES, Selections
 from indexcache_search.engines import sglang
-from indexcache_search.engines.calibration_server import ServerLostError
+from indexcache_search.engines.calibration_client import ServerLostError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError

@@ -31,7 +31,7 @@ from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
 """Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""

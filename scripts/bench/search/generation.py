@@ -25,7 +25,7 @@ from indexcache_dense.selection_choice import SelectionChoice
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 
 def read(path: Path, given: int, steps: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern_file.file import split_retention
-from sglang_indexcache.pattern_file.spec import spells_letters, split_name
+from sglang_indexcache.pattern_file.pattern_name import spells_letters, split_name
 
 CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
 

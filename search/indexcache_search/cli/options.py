@@ -18,7 +18,7 @@ from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern_file.spec import GRAMMAR
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR
 
 DTYPES = ("float32", "bfloat16", "float16")
 ENGINE_DEFAULTS = {"prefix_cache_gb": 1.0}

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from indexcache_search.engines.answers import LEASE, LeaseState
-from indexcache_search.engines.control import Control, ServerLostError
+from indexcache_search.engines.control_requests import Control, ServerLostError
 from indexcache_search.errors import SearchError
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.io.errors import one_line

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from indexcache_search.engines.calibration_server import CalibrationServer
-from indexcache_search.engines.control import ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer
+from indexcache_search.engines.control_requests import ServerLostError
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE

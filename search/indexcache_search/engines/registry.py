@@ -102,7 +102,7 @@ def _transformers(model: str, run: RunSettings, around: Surroundings) -> Abstrac
 
 @contextmanager
 def _sglang(model: str, run: RunSettings, around: Surroundings) -> Iterator[Engine]:
-    from indexcache_search.engines.calibration_server import CalibrationServer
+    from indexcache_search.engines.calibration_client import CalibrationServer
     from indexcache_search.engines.own_server import own_server
     from indexcache_search.engines.sglang import SglangEngine
     from indexcache_search.hf.loading import describe_model

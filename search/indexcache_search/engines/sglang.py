@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet, sampled_queries
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Result, Send
-from indexcache_search.engines.calibration_server import CalibrationServer
-from indexcache_search.engines.control import ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer
+from indexcache_search.engines.control_requests import ServerLostError
 from indexcache_search.engines.timed_request import Burst
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import Place

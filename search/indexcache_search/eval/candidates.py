@@ -31,7 +31,7 @@ from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import full_layer_count
 from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.file import split_retention
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 
 Spec = tuple[str | None, PatternSpec]
 """A pattern of a command line, and the name given before it or None."""

@@ -32,7 +32,7 @@ from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 
 def run(job: ComparisonJob) -> ComparisonResult | None:

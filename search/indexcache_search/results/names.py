@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from indexcache_search.errors import SearchError
 from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.file import split_retention
-from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 _TAKEN = re.compile(r"baseline|uniform( \(paper's phase\)|, (mean of \d+ phases|best phase).*| phase \d+.*)")
 

@@ -16,7 +16,7 @@ from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.sglang.attention import CountedAttention, exactly
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need
 
 _SCHEDULE_KEYS = ("compress_ratios", "compress_rates", "layer_types", "num_hidden_layers", "index_topk")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dsa.keys import KEYS
-from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, read_spelling
+from sglang_indexcache.families.dsa.override import PATTERN_KEY, read_spelling
 from sglang_indexcache.io.errors import ModelConfigError, SpellingError
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, layer_count, positive

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.heads import HeadTrouble, troubles
-from sglang_indexcache.families.dsa.rules import Rule, read
-from sglang_indexcache.families.dsa.spellings import (
+from sglang_indexcache.families.dsa.override import (
     FREQ_KEY,
     PATTERN_KEY,
     SHARING_KEYS,
@@ -24,13 +23,14 @@ from sglang_indexcache.families.dsa.spellings import (
     meanings,
     to_sglang,
 )
+from sglang_indexcache.families.dsa.rules import Rule, read
 from sglang_indexcache.families.reading import Reading, merged
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.sglang.attention import CountedAttention, exactly
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
 
 

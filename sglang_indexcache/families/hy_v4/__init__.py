@@ -14,9 +14,9 @@ from typing import Any
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 from sglang_indexcache.families.dsa.needs import ATTENTIONS
+from sglang_indexcache.families.dsa.override import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.rules import HY_V4_FREQ, SGLANG_HY_V4_RULES, VLLM_HY_V4_RULES
 from sglang_indexcache.families.dsa.sglang import DsaSglang
-from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern

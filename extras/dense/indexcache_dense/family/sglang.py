@@ -20,7 +20,7 @@ from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.combination import Combination
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
 from sglang_indexcache.sglang.requested import allows_unread
 

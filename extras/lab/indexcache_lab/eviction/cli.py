@@ -15,7 +15,7 @@ from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_train import cli as distill
 from sglang_indexcache import process
 from sglang_indexcache.pattern import FULL
-from sglang_indexcache.pattern_file.spec import GRAMMAR, PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec
 
 COMMAND = "indexcache-lab eviction"
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from indexcache_lab.offload.selections import MISSES, RECORD
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern

@@ -33,7 +33,7 @@ from indexcache_search.console import announce, bar, warn
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.settings import RunSettings
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
@@ -55,7 +55,7 @@ from sglang_indexcache.families import family_of
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern import DENSE, FULL
 from sglang_indexcache.pattern_file.file import ModelSection
-from sglang_indexcache.pattern_file.spec import PatternSpec, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 FAMILIES = ("dsa", "dense_gqa")
 _Engine = TransformersEngine | SglangEngine

@@ -19,7 +19,7 @@ from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.keys import KEYS
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.override import to_sglang
 
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # that of DSA models
 _ONLY = {"attention_bias": False, "mlp_bias": False, "rope_interleave": True, "hidden_act": "silu"}

@@ -17,7 +17,7 @@ from indexcache_search.errors import FolderError
 from indexcache_search.workdir.lock import LOCK
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.io.atomic import write_atomically
 from sglang_indexcache.io.naming import naming
 from sglang_indexcache.model.files import INDEX

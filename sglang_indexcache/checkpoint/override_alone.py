@@ -11,8 +11,7 @@ from typing import Any
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
-from sglang_indexcache.families.dsa.spellings import (
+from sglang_indexcache.families.dsa.override import (
     CLI_KEY,
     FREQ_KEY,
     OFFSET_KEY,
@@ -22,12 +21,13 @@ from sglang_indexcache.families.dsa.spellings import (
     meanings,
     read_spelling,
 )
+from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
 from sglang_indexcache.families.reading import OVERRIDE, READ_VERSIONS, SGLANG, Reading, named, of_version
 from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.sglang.launch_line import LaunchLine
-from sglang_indexcache.sglang.overrides import FLAG, PARTS, merged, parse_overrides
+from sglang_indexcache.sglang.override_flag import FLAG, PARTS, merged, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
 _NEXTN_KEY = "num_nextn_predict_layers"

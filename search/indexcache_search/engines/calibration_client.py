@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
-from indexcache_search.engines.control import Control, LeaseEndedError, ServerBusyError, ServerLostError
+from indexcache_search.engines.control_requests import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.timed_request import Burst, send
 from indexcache_search.errors import SearchError

@@ -18,7 +18,7 @@ from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN, drafts_of
 from sglang_indexcache.serving.counted import kinds_of
 from sglang_indexcache.serving.preflight import flag, refusals_of, storage_refusals

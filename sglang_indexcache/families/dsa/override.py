@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_indexcache.io.errors import PatternError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.sglang.overrides import PARTS
+from sglang_indexcache.sglang.override_flag import PARTS
 
 PATTERN_KEY = "index_topk_pattern"
 TYPES_KEY = "indexer_types"
