@@ -21,6 +21,7 @@ pytest.importorskip("sglang")
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
@@ -168,7 +169,7 @@ def test_ranks_search_alike(
         check_trajectory(engine, single, expected)
         check_switching_back(engine, single)
         if lanes > 1:
-            patterns = [rank.pattern for rank in CalibrationServer(started.url)._control("status")]
+            patterns = [rank.pattern for rank in CalibrationServer(started.url).control("status", Rank)]
             assert len(set(patterns)) == 2  # one each
 
 
@@ -229,7 +230,7 @@ def test_patterns_that_do_not_fit_change_nothing(server: Server, body: dict[str,
     calibration = CalibrationServer(server.url)
     before = calibration.status().pattern
     with pytest.raises(SearchError, match=message):
-        calibration._control("switch", **body)
+        calibration.control("switch", Rank, **body)
     assert calibration.status().pattern == before
 
 
@@ -241,7 +242,7 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
     refused = ""
     while decoding.is_alive() and not refused:
         try:
-            calibration._control("switch", pattern=PATTERNS[0].roles)
+            calibration.control("switch", Rank, pattern=PATTERNS[0].roles)
         except ServerBusyError as error:
             refused = str(error)
     assert "busy: requests are running" in refused

@@ -229,9 +229,8 @@ def test_flags_that_need_what_this_sglang_lacks(
     model: Path, file: str, tmp_path: Path, need: probes.Need, flags: tuple[str, ...]
 ) -> None:
     line = refused(model, file, *flags, **without(need, tmp_path))
-    assert line.startswith(
-        f"{flags[-2]} {flags[-1]} can't be combined with a pattern on this SGLang: needs {need.target}"
-    )
+    said = line.replace(" on this SGLang", "")  # the launcher judges storage itself
+    assert said.startswith(f"{flags[-2]} {flags[-1]} can't be combined with a pattern: needs {need.target}")
 
 
 @pytest.mark.parametrize(
