@@ -22,8 +22,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal, cast
 
-from indexcache_search.distill.adapters.megatron import IndexerLoss
-from sglang_indexcache.files.spec import PatternSpec
+from indexcache_train.distill.adapters.megatron import IndexerLoss
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 
 _ATTACHED = ExitStack()  # for as long as the process lives
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from indexcache_search import demo
-from indexcache_search.distill.adapters.huggingface import IndexerLoss, parameter_groups
+from indexcache_train.distill.adapters.huggingface import IndexerLoss, parameter_groups
 from sglang_indexcache import Pattern
 
 LENGTH, STEPS = 128, 8

@@ -25,7 +25,7 @@ elif [ "${1:-}" = --sglang ]; then
 else
   venv=${INDEXCACHE_VENV:-$root/.venv}
   constraints=$root/scripts/constraints.txt
-  projects=(-e "$root[dev,docs,manifests]")
+  projects=(-e "$root[dev,docs,lint,manifests]")
 fi
 stamp=$venv/.installed-from
 today=${base:+$(date +%F)} # what is the newest changes

@@ -16,28 +16,17 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
-from sglang_indexcache import __version__, override, process
+from sglang_indexcache import process
+from sglang_indexcache.checkpoint import override_alone
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.environment import Environment
+from sglang_indexcache.checkpoint.fit import as_text, check, remarks
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.errors import IndexCacheError, PatternError
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.files.result_folder import ResultFolder
-from sglang_indexcache.files.spec import GRAMMAR, PatternSpec, spells_letters
-from sglang_indexcache.fit import as_text, check, remarks
 from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.known import patterns as known
-from sglang_indexcache.known.warnings import provenance, warnings_about
-from sglang_indexcache.launch_server import Arguments, split_arguments
-from sglang_indexcache.model.checkpoint import Checkpoint
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.process import exit_line
-from sglang_indexcache.serving.judge import family_in, judge
-from sglang_indexcache.serving.preflight import replacing, unread
-from sglang_indexcache.sglang.environment import Environment
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
-from sglang_indexcache.sglang.overrides import FLAG, parse_overrides
-from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache.io.errors import IndexCacheError, PatternError
+from sglang_indexcache.io.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     GROUPING_VARIABLE,
@@ -45,6 +34,19 @@ from sglang_indexcache.sglang.refusal import (
     SHARD_VARIABLE,
     UNREAD_VARIABLE,
 )
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file import known
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec, spells_letters
+from sglang_indexcache.pattern_file.result_folder import ResultFolder
+from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
+from sglang_indexcache.process import exit_line
+from sglang_indexcache.serving.launch_judge import family_in, judge
+from sglang_indexcache.serving.preflight import replacing, unread
+from sglang_indexcache.sglang.asked import Asked, split_arguments
+from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
+from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
+from sglang_indexcache.sglang.probes import SglangError, SglangSource
+from sglang_indexcache.version import version
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -109,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--known", action="store_true", help="list the patterns that others published")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if unknown:  # argparse would print their values, keys among them
         parser.error(f"no such option: {unknown[0].partition('=')[0]}")
     for name, value in vars(options).items():
-        if [] in (value if name == "server" else [value]):  # what argparse makes of `--`
+        if any(word in ([], "--") for word in (value if name == "server" else [value])):  # up to Python 3.11 `--` is []
             parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
@@ -174,8 +176,8 @@ def _known(options: argparse.Namespace) -> int:
 
 
 def _override(options: argparse.Namespace) -> int:
-    found = override.of_flag(options.model, options.json_model_override_args, options.sglang)
-    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override.as_text(found)) + "\n")
+    found = override_alone.of_flag(options.model, options.json_model_override_args, options.sglang)
+    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override_alone.as_text(found)) + "\n")
     return 1 if found.problems else 0
 
 
@@ -203,10 +205,17 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         if options.server_args is not None:
             variables, ours, readings = _launch_line(options)
             line, allow = readings.lines[-1], allow or _allows(variables, ours)
-        report = check(spec, options.model, _overrides(options, line), allow, options.sglang, line)
+        report = check(
+            spec,
+            options.model,
+            user_overrides=_overrides(options, line),
+            allow_config_mismatch=allow,
+            unpacked=options.sglang,
+            arguments=line,
+        )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        family, plain = Checkpoint.read(options.model).family, split_arguments(())
+        family, plain = Checkpoint.read(options.model).family, Asked()
         lines = [] if options.server_args is not None else _unread(options, pattern, family, plain, {})
         result["problems"] += lines
         text.append(as_text(report, last=not (more or lines)))
@@ -242,16 +251,16 @@ def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
     return str(text)
 
 
-def _allows(variables: Mapping[str, str], ours: Arguments) -> bool:
+def _allows(variables: Mapping[str, str], ours: Asked) -> bool:
     """Return whether a launch line accepts a file that was made for another config.json."""
     return ours.allow_mismatch or variables.get(ALLOW_MISMATCH_VARIABLE) == "1"
 
 
-def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Arguments, Readings]:
+def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
     """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
     variables, words = split_text(options.server_args)
-    ours = split_arguments(words)
-    return variables, ours, Readings.of(ours.rest, _source(options))
+    ours, rest = split_arguments(words)
+    return variables, ours, Readings.of(rest, _source(options))
 
 
 def _check_launch(
@@ -264,15 +273,21 @@ def _check_launch(
         family = Checkpoint.read(options.model).family
     shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
     served = ours.pattern or variables.get(PATTERN_VARIABLE)
-    found = judge(pattern, family, readings, shard, variables, _source(options))
+    found = judge(pattern, family, readings, shard=shard, variables=variables, source=_source(options))
     problems = found.problems
     if ours.calibrate or variables.get(CALIBRATE_VARIABLE) == "1":
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
     elif served and served not in (spec.text, options.pattern):
         problems = [*_another(served, spec, pattern), *problems]
     allow = options.allow_config_mismatch or _allows(variables, ours)
-    wrong, others = override.in_launch_line(
-        readings.lines[-1], pattern, family, spec.file, options.model, options.sglang, allow
+    wrong, others = override_alone.in_launch_line(
+        readings.lines[-1],
+        pattern,
+        family,
+        file=spec.file,
+        model=options.model,
+        unpacked=options.sglang,
+        allow_config_mismatch=allow,
     )
     said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
     problems += [line for line in wrong if line not in said]
@@ -286,15 +301,15 @@ def _check_launch(
 
 
 def _unread(
-    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Arguments, variables: Mapping[str, str]
+    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Asked, variables: Mapping[str, str]
 ) -> list[str]:
     """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
     source, on = _source(options), {name for name, value in variables.items() if value == "1"}
-    if source is None or ours.unread or UNREAD_VARIABLE in on:
+    if source is None or ours.allow_unread or UNREAD_VARIABLE in on:
         return []
     shard, group = ours.shard or SHARD_VARIABLE in on, not (ours.ungrouped or GROUPING_VARIABLE in on)
     try:
-        features = replacing(pattern, family, shard, group)
+        features = replacing(pattern, family, shard=shard, group=group)
     except PatternError:  # no server has such layers, which was said
         return []
     return list(unread(source, (item for item in features if source.refusal(item) is None)))

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sglang_indexcache.errors import IndexCacheError, one_line
-from sglang_indexcache.files.atomic import reason
-from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.io.atomic import reason
+from sglang_indexcache.io.errors import IndexCacheError, one_line
+from sglang_indexcache.io.redaction import redacted
 
 BAD_INPUT, UNFORESEEN = 2, 70  # 70 is EX_SOFTWARE of sysexits.h
 OURS = ("sglang_indexcache", "indexcache_")

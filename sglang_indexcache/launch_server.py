@@ -22,110 +22,36 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 
     begin("indexcache", "sglang")
 
-import argparse
 import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
-from sglang_indexcache import __version__, process
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.serving.combinations import REFUSED, UNJUDGED
-from sglang_indexcache.serving.judge import Judgement, family_in, judge
-from sglang_indexcache.sglang.launch_line import Readings
-from sglang_indexcache.sglang.options import versions
-from sglang_indexcache.sglang.probes import SglangSource
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache import process
+from sglang_indexcache.families.combination import REFUSED, UNJUDGED
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import (
     ADMIN_KEY_VARIABLE,
-    ALLOW_MISMATCH_VARIABLE,
-    CALIBRATE_VARIABLE,
-    GROUPING_FLAG,
-    GROUPING_VARIABLE,
-    PATTERN_VARIABLE,
-    SHARD_FLAG,
     SHARD_VARIABLE,
-    UNREAD_FLAG,
-    UNREAD_VARIABLE,
     refuse,
     refuse_unforeseen,
 )
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.serving.launch_judge import Judgement, family_in, judge
+from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, split_arguments
+from sglang_indexcache.sglang.launch_line import Readings
+from sglang_indexcache.sglang.options import versions
+from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.version import version
 
-PATTERN_FLAG = "--indexcache-pattern"
-ALLOW_FLAG = "--indexcache-allow-config-mismatch"
-CALIBRATE_FLAG = "--indexcache-calibrate"
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
 CALIBRATION_FLAGS = ("--disable-radix-cache", "--disable-cuda-graph", "--enable-fp32-lm-head")
-_PREFIX = "--indexcache"
-
-
-class LaunchError(IndexCacheError):
-    """A command line or environment in which the pattern would not be served."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A command line, ours and SGLang's part.
-
-    Attributes:
-        pattern: the pattern to serve, if any.
-        allow_mismatch: whether its file may be made for another config.json.
-        calibrate: whether to start in calibration mode.
-        rest: arguments for SGLang.
-        shard: whether ranks share out the rows of prompts.
-        ungrouped: whether each query of a block is attended from alone.
-        unread: whether methods may be replaced whose source nobody has read.
-    """
-
-    pattern: str | None
-    allow_mismatch: bool
-    calibrate: bool
-    rest: tuple[str, ...]
-    shard: bool = False
-    ungrouped: bool = False
-    unread: bool = False
-
-
-class _LauncherParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
-
-
-def split_arguments(arguments: Sequence[str]) -> Arguments:
-    """Split off our flags, which can't be abbreviated; leave all other words for SGLang's own parser.
-
-    Raises:
-        LaunchError: if the pattern flag has no value, is given twice or with the calibration flag, or if a flag is
-            almost one of ours.
-    """
-    parser = _LauncherParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(PATTERN_FLAG, action="append", default=[], dest="patterns")
-    parser.add_argument(ALLOW_FLAG, action="store_true", dest="allow")
-    parser.add_argument(SHARD_FLAG, action="store_true", dest="shard")
-    parser.add_argument(GROUPING_FLAG, action="store_true", dest="ungrouped")
-    parser.add_argument(UNREAD_FLAG, action="store_true", dest="unread")
-    parser.add_argument(CALIBRATE_FLAG, action="store_true", dest="calibrate")
-    ours, rest = parser.parse_known_args(list(arguments))
-    for word in rest:
-        if word.replace("_", "-").startswith(_PREFIX):
-            flags = ", ".join((PATTERN_FLAG, ALLOW_FLAG, SHARD_FLAG, GROUPING_FLAG, UNREAD_FLAG, CALIBRATE_FLAG))
-            raise LaunchError(f"{word.partition('=')[0]} is no flag, expected one of {flags}")
-    if not all(ours.patterns):  # argparse makes an empty list of `--`
-        raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
-    if len(ours.patterns) > 1:
-        raise LaunchError(f"{PATTERN_FLAG} is given twice")
-    for flag, given in ((PATTERN_FLAG, ours.patterns), (SHARD_FLAG, ours.shard), (GROUPING_FLAG, ours.ungrouped)):
-        if given and ours.calibrate:
-            raise LaunchError(f"{flag} and {CALIBRATE_FLAG} are given, expected one of them")
-    pattern = next(iter(ours.patterns), None)
-    return Arguments(pattern, ours.allow, ours.calibrate, tuple(rest), ours.shard, ours.ungrouped, ours.unread)
 
 
 def check_plugin_is_found() -> None:
@@ -143,7 +69,7 @@ def check_plugin_is_found() -> None:
         raise LaunchError(f"{ALLOWED_PLUGINS_VARIABLE} leaves the plugin out; expected {ENTRY} in it")
 
 
-def tell(spec: PatternSpec, split: Arguments) -> None:
+def tell(spec: PatternSpec, asked: Asked, rest: Sequence[str]) -> None:
     """Say what is known of the pattern together with SGLang's flags, which SGLang's own parser reads.
 
     Raises:
@@ -151,14 +77,14 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
         ModelConfigError: if the model is a path of nothing.
     """
     pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
-    shard, source = split.shard or variables.get(SHARD_VARIABLE) == "1", SglangSource.installed()
+    shard, source = asked.shard or variables.get(SHARD_VARIABLE) == "1", SglangSource.installed()
 
     def judged(importing: bool) -> Judgement:
-        readings = Readings.of(split.rest, source, importing)
+        readings = Readings.of(rest, source, importing)
         model = readings.lines[-1].model_path
         if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
             ModelName.parse(model)  # says what is wrong
-        found = judge(pattern, family_in(spec, model), readings, shard, variables, source)
+        found = judge(pattern, family_in(spec, model), readings, shard=shard, variables=variables, source=source)
         for verdict in found.verdicts:
             if verdict.state == REFUSED:
                 raise LaunchError(verdict.why)
@@ -170,7 +96,7 @@ def tell(spec: PatternSpec, split: Arguments) -> None:
     if not pattern.is_full:
         unjudged = [verdict.line for verdict in found.verdicts if verdict.state == UNJUDGED]
         notes = [*found.lines, *unjudged]
-        if spec.text != split.pattern:
+        if spec.text != asked.pattern:
             notes.insert(0, f"the pattern is {spec.text}")
         for note in notes:
             sys.stderr.write(f"note from indexcache: {note.removeprefix('note: ')}\n")
@@ -185,40 +111,34 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
     Raises:
         IndexCacheError: if the pattern would not be served.
     """
-    split = split_arguments(arguments)
-    if {"-h", "--help"}.intersection(split.rest):
+    asked, rest = split_arguments(arguments)
+    if {"-h", "--help"}.intersection(rest):
         sys.stdout.write(f"{__doc__}\n")  # SGLang's own help follows
         sys.stdout.flush()
         check_plugin_is_found()
-        return split.rest
+        return rest
     check_plugin_is_found()
-    if split.unread:
-        os.environ[UNREAD_VARIABLE] = "1"
-    if split.calibrate:
-        os.environ[CALIBRATE_VARIABLE] = "1"
+    if asked.calibrate:
+        asked.to_environment()
         key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
         # They come before the user's flags, which win. Flags that a running program sets are in no process list. There
         # are two, since SGLang shows the admin's key in /server_info to everybody whom it answers.
         keys = () if not key else tuple(f"{flag}={key}" for flag in ("--api-key", "--admin-api-key"))
-        return (*CALIBRATION_FLAGS, *keys, *split.rest)
-    if split.pattern is None and not split.shard:
+        return (*CALIBRATION_FLAGS, *keys, *rest)
+    if asked.pattern is None and not asked.shard:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
-    if split.shard:
-        os.environ[SHARD_VARIABLE] = "1"
-    if split.ungrouped:
-        os.environ[GROUPING_VARIABLE] = "1"
-    if split.pattern is not None:
-        spec = PatternSpec.read(split.pattern)
-        tell(spec, split)
-        os.environ[PATTERN_VARIABLE] = spec.text  # of a file on the hub, with its commit: no process reads another one
-    os.environ[ALLOW_MISMATCH_VARIABLE] = "1" if split.allow_mismatch else "0"
-    return split.rest
+    if asked.pattern is not None:
+        spec = PatternSpec.read(asked.pattern)
+        tell(spec, asked, rest)
+        asked = replace(asked, pattern=spec.text)  # of a file on the hub, with its commit: no process reads another one
+    asked.to_environment()
+    return rest
 
 
 def main(arguments: Sequence[str]) -> None:
     """Start the server; the plugin does the rest in every process."""
     if "--version" in arguments:  # SGLang has no such flag
-        sys.stdout.write(f"sglang-indexcache {__version__}\n")
+        sys.stdout.write(f"sglang-indexcache {version()}\n")
         return
     try:
         rest = prepare(arguments)

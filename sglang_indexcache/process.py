@@ -159,9 +159,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     import threading
 
     try:
-        watch = threading.Timer(PATIENCE, _end)
-        watch.daemon = True
-        watch.start()
+        timer = threading.Timer(PATIENCE, _end)
+        timer.daemon = True
+        timer.start()
     except RuntimeError:  # no thread to be had
         _end()
     raise KeyboardInterrupt

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from indexcache_dense.selection import Selection
 from sglang_indexcache.families import describe
-from sglang_indexcache.http import redaction
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.io import redaction
 
 if TYPE_CHECKING:
     from indexcache_search.data.tokens import TokenSet

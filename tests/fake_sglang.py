@@ -257,7 +257,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
         monkeypatch.setattr(f"sglang_indexcache.{module_name}.installed_source", lambda features: Source())
     for name in ("_plans", "_applied", "_controllers"):
         owner = {"_plans": "serving.engines", "_applied": "serving", "_controllers": "calibration"}[name]
-        monkeypatch.setattr(f"sglang_indexcache.{owner}.{name}", set() if name == "_applied" else {})
+        monkeypatch.setattr(f"sglang_indexcache.{owner}.{name}", [] if name == "_applied" else {})
     torch.manual_seed(0)
     for variable in [name for name in os.environ if name.startswith("SGLANG_")]:
         monkeypatch.delenv(variable)

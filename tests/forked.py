@@ -17,8 +17,8 @@ from pathlib import Path
 
 from scripts.tools.inprocess import new_thread_pool
 
-_IMPORTED = ["datasets", "matplotlib.backends.backend_svg", "indexcache_search.distill.run"]
-_IMPORTED += ["indexcache_search.search.run", "indexcache_search.search.report"]
+_IMPORTED = ["datasets", "matplotlib.backends.backend_svg", "indexcache_train.distill.run"]
+_IMPORTED += ["indexcache_search.searching.run", "indexcache_search.report.search"]
 
 
 def forked(

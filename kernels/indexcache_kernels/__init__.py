@@ -18,42 +18,8 @@ In kernels pointers end in `_ptr`, blocks of the axes are BLOCK_Q, BLOCK_K, BLOC
 tensor is its shape.
 """
 
-from indexcache_kernels.block_attention import block_attention
-from indexcache_kernels.block_scores import block_scores, compress_keys
-from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_kernels.compressed_keys import compressed_scores, update_means
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.indexer_kl import indexer_kl
-from indexcache_kernels.indexer_loss import LayerAttention, gather_keys, indexer_loss, packed_ranges, padded_ranges
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
-from indexcache_kernels.page_selection import PageBudget, StepMemory, page_scores, select_pages
-from indexcache_kernels.rounded_keys import RoundedKeys, round_keys, rounded_scores
 from indexcache_kernels.sparse_attention import sparse_attention
 
-__all__ = [
-    "BlockBuffer",
-    "KernelInputError",
-    "LayerAttention",
-    "PageBudget",
-    "RoundedKeys",
-    "StepMemory",
-    "block_attention",
-    "block_scores",
-    "causal_ranges",
-    "compress_keys",
-    "compressed_scores",
-    "copy_blocks",
-    "gather_keys",
-    "indexer_kl",
-    "indexer_loss",
-    "indexer_topk",
-    "packed_ranges",
-    "padded_ranges",
-    "page_scores",
-    "round_keys",
-    "rounded_scores",
-    "select_pages",
-    "sparse_attention",
-    "swap_blocks",
-    "update_means",
-]
+__all__ = ["KernelInputError", "causal_ranges", "indexer_topk", "sparse_attention"]

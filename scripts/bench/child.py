@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 
 RESULT = "RESULT "
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from indexcache_search.compare.tasks import TASKS, sample
+from indexcache_search.eval.tasks import TASKS, sample
 from scripts.demo_model.recall import TEXT, UNSCORED, Batch, RecallTasks
 from scripts.demo_model.train_demo_model import MIXTURE
 

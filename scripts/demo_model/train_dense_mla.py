@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from indexcache_search.distill.memory import available
-from indexcache_search.training.processes import Processes, joined
+from indexcache_train.distill.memory import available
+from indexcache_train.training.processes import Processes, joined
 from scripts.demo_model import glm
 from scripts.demo_model.build_demo import TOKENIZER_CONFIG
 from scripts.demo_model.mixture import TASK, Batches
 from scripts.demo_model.recall import ANSWER, TEXT, Batch
 from scripts.demo_model.train_demo_model import Trainer, configure_pytorch
-from sglang_indexcache.files.digest import file_digest
+from sglang_indexcache.io.digest import file_digest
 
 WEIGHTS = {TEXT: 1.0, ANSWER: 4.0, TASK: 32.0}  # of targets in the loss; a sample of TASK has few of them
 RATE = 2e-3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from indexcache_search.hf.pages import apply_page_roles
+from indexcache_dense.hf.pages import apply_page_roles
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
 

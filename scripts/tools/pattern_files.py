@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
-from sglang_indexcache.files.pattern_file import ModelSection
+from sglang_indexcache.pattern_file.file import ModelSection
 
 
 def pattern_file(pattern: Pattern, config: dict[str, Any], name: str = "glm") -> PatternFile:

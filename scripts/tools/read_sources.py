@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from scripts.tools.probe_wheels import unpacked
-from sglang_indexcache.sglang.environment import all_features
+from sglang_indexcache.checkpoint.environment import all_features
 from sglang_indexcache.sglang.read_sources import READ, digest
 
 

@@ -1,4 +1,4 @@
-"""Output of the commands: results on stdout, messages on stderr, an error as one line and an exit code."""
+"""Output of the commands: results on stdout, messages and bars on stderr, an error as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.results.words import serving_flags
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.process import exit_line
 
+PACE = 120.0  # seconds over which the pace is taken: what a journal has is done at once, what it lacks is not
 WIDE = 200  # columns where stdout is not a terminal
 
 
@@ -35,7 +39,7 @@ def command(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-def serving(pattern: object, model: object, selection: Selection | None) -> str:
+def serving(pattern: object, model: object, selection: PatternSelection | None) -> str:
     """Return the command that serves `pattern`, a file with this `selection`, on `model`, a folder or hub id."""
     launch = ("python", "-m", "sglang_indexcache.launch_server")
     return command(*launch, "--indexcache-pattern", pattern, "--model-path", model, *serving_flags(selection))
@@ -55,3 +59,43 @@ def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
         line, code = exit_line(error)
         console.print(f"{command}: {line}", style="yellow" if code > 128 else "red", soft_wrap=True)
         raise typer.Exit(code) from None
+
+
+class Remaining(ProgressColumn):
+    """Time that the rest takes at the pace of the last two minutes; nothing where the end is not known."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        """Render the time left."""
+        left = task.time_remaining
+        if task.finished or task.total is None or left is None:
+            return Text("")
+        return Text(f"{timedelta(seconds=int(left))} left")
+
+
+def bar(console: Console, *columns: ProgressColumn) -> Progress:
+    """Make a bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        Remaining(),
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        speed_estimate_period=PACE,
+        expand=True,
+    )
+
+
+def announce(console: Console, line: str) -> None:
+    """Print what begins on something that is no terminal (a log file), where no bar shows it."""
+    if not console.is_terminal:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def warn(console: Console, line: str) -> None:
+    """Say something that a person should look at."""
+    console.print(line, style="yellow", soft_wrap=True)

@@ -15,10 +15,11 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import METHOD, Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
+from sglang_indexcache.calibration.measure import Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import Route
-from sglang_indexcache.calibration.selections import Selections
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
@@ -45,20 +46,29 @@ def hooks() -> Hooks:
     return found
 
 
+def offer() -> None:
+    """Let engines of this process be planned for calibration, those that ask for it."""
+    engines.plan_searches_by(_new_plan)
+
+
+def _new_plan() -> Calibration:
+    plan = Calibration(installed_source((*probes.REQUIRED, probes.CALIBRATE)))
+    if not _controllers:
+        hooks().apply()
+    begin(plan)
+    return plan
+
+
 def begin(plan: EnginePlan) -> None:
     """Make the controller of one engine, once in each of its processes.
 
     Raises:
-        CalibrationError: if the memory limit in the environment is no number.
+        IndexCacheError: if the memory limit in the environment is no number, or a measure can't be loaded.
     """
     assert isinstance(plan, Calibration)
     if plan not in _controllers:
-        measures: dict[str, Any] = {}
-        if plan.has(probes.DIVERGENCE):
-            measures[protocol.KL] = Divergence(limit_gb())
-        if plan.has(probes.SAMPLING):
-            measures |= {protocol.OVERLAP: Overlap(), protocol.MISSES: Selections(plan)}
-        _controllers[plan] = Controller(plan, measures)
+        added = (measure() for measure in extensions("measures", Measure).values())
+        _controllers[plan] = Controller(plan, (Divergence(limit_gb()), Overlap(), *added))
 
 
 def _of_process() -> Controller | None:
@@ -70,9 +80,10 @@ def _of_process() -> Controller | None:
 def around_logprobs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Measure divergences (around `InputLogprobProcessor.forward`)."""
     controller = _of_process()
-    if controller is None or protocol.KL not in controller.measures:
+    divergence = None if controller is None else controller.measures.get(protocol.KL)
+    if not isinstance(divergence, Divergence):
         return original(*args, **kwargs)
-    return controller.measures[protocol.KL].around_logprobs(original, *args, **kwargs)
+    return divergence.around_logprobs(original, *args, **kwargs)
 
 
 def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,15 +91,15 @@ def around_all_logits(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     controller = _of_process()
     if controller is None:
         return original(*args, **kwargs)
-    return around_logits(controller.measures.get(protocol.KL), original, *args, **kwargs)
+    divergence = controller.measures.get(protocol.KL)
+    return around_logits(divergence if isinstance(divergence, Divergence) else None, original, *args, **kwargs)
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:
     """Find the rows to measure (before `ModelRunner.forward`)."""
     controller = _of_process()
-    for name, measure in controller.measures.items() if controller is not None else ():
-        if name != protocol.KL:
-            measure.before_forward(*args, **kwargs)
+    for measure in controller.measures.values() if controller is not None else ():
+        measure.before_forward(*args, **kwargs)
 
 
 def handle_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
-from pydantic import Field, TypeAdapter, ValidationError
-
 from sglang_indexcache.calibration import protocol
+from sglang_indexcache.calibration.measure import Action, Measure
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.serving.ranks import data_parallel_rank
-from sglang_indexcache.sglang.refusal import refuse
 
 METHOD = "indexcache"
-_WHERE = "with pipeline stages, nor by an SGLang without the places for it (indexcache-check --environment)"
-_UNMEASURED = {
-    protocol.KL: f"kl is not measured {_WHERE}; expected --objective nll",
-    protocol.OVERLAP: f"index overlap is not measured {_WHERE}",
-    protocol.MISSES: f"selections are not recorded of this model, {_WHERE}",
-}
-_Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
-_RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
 _FLAGS = """
     json_model_override_args quantization load_format kv_cache_dtype attention_backend dsa_prefill_backend
     dsa_decode_backend dsa_topk_backend moe_runner_backend
@@ -40,22 +32,25 @@ class Controller:
 
     Args:
         calibration: knows the schedule that the server started with; its S layers have no indexer.
-        measures: by name, the `Divergence`, `Overlap` and `Selections` that this SGLang has the places for.
+        measures: what can be measured at all.
+
+    Attributes:
+        measures: by name, those that this SGLang has the places for.
     """
 
-    def __init__(self, calibration: Calibration, measures: Mapping[str, Any]) -> None:
-        self._calibration, self.measures = calibration, measures
+    def __init__(self, calibration: Calibration, measures: Sequence[Measure]) -> None:
+        self._calibration = calibration
+        self.measures = {measure.name: measure for measure in measures if calibration.has(measure.feature)}
         self._boot, self._switches = uuid4().hex, 0
         self._actions: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
             protocol.STATUS: lambda scheduler, body: {},
             protocol.CHECK: self._check,
             protocol.SWITCH: self._switch,
-            protocol.BASELINE: self._announce_baseline,
-            protocol.KL: self._sums,
-            protocol.SAMPLE: self._sample,
-            protocol.OVERLAP: self._end_sampling,
-            protocol.RECORD: self._record,
-            protocol.MISSES: self._misses,
+            **{
+                name: partial(self._measure, measure, action)
+                for measure in measures
+                for name, action in measure.actions().items()
+            },
         }
 
     def handle(self, original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
@@ -107,7 +102,7 @@ class Controller:
             "config_sha256": self._calibration.config_sha256,
             "weights_sha256": self._calibration.weights_sha256,
             "versions": _versions(runner),
-            "measures": list(self._measures(runner)),
+            "measures": self._measures(runner),
             **answer,
         }
 
@@ -131,72 +126,24 @@ class Controller:
         except Exception as error:
             refuse(f"switching failed half-way: {error}")
         scheduler.flush_cache()
-        if protocol.KL in self.measures:
-            self.measures[protocol.KL].switched(pattern == self._calibration.pattern)
+        for measure in self.measures.values():
+            measure.switched(pattern == self._calibration.pattern)
         return {}
 
-    def _announce_baseline(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure(self, measure: Measure, action: Action, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         runner = scheduler.tp_worker.model_runner
-        row_bytes = runner.model_config.hidden_size * runner.dtype.itemsize
-        divergence, ranges = self._measure(protocol.KL, runner), _ranges(body.get("ranges"))
-        return {"missing": divergence.announce(str(body.get("data")), ranges, row_bytes)}
+        if measure.name not in self._measures(runner):
+            raise CalibrationError(measure.refusal)
+        return action(self._calibration, runner, body)
 
-    def _sums(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        requests = body.get("requests")
-        if not isinstance(requests, Mapping):
-            raise CalibrationError("requests is missing, expected ranges of positions for each request id")
-        wanted = {str(rid): _ranges(ranges) for rid, ranges in requests.items()}
-        return {"sums": self._measure(protocol.KL, scheduler.tp_worker.model_runner).sums(wanted)}
-
-    def _sample(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        runner, positions = scheduler.tp_worker.model_runner, body.get("positions")
-        if not isinstance(positions, list) or not all(type(position) is int for position in positions):
-            raise CalibrationError("positions is missing, expected a list of positions")
-        self._measure(protocol.OVERLAP, runner).begin(positions, len(self._roles(runner)))
-        return {}
-
-    def _end_sampling(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(self._measure(protocol.OVERLAP, scheduler.tp_worker.model_runner).end())
-
-    def _record(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        runner, numbers = scheduler.tp_worker.model_runner, (body.get("first"), body.get("tokens"))
-        first, tokens = (number if type(number) is int else 0 for number in numbers)
-        roles = self._calibration.family.sglang.configured(runner)
-        self._measure(protocol.MISSES, runner).begin(first, tokens, roles)
-        return {}
-
-    def _misses(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-        selections, sizes = self._measure(protocol.MISSES, scheduler.tp_worker.model_runner), body.get("sizes")
-        if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
-            raise CalibrationError("sizes is missing, expected a list of tokens")
-        return dict(selections.end(sizes))
-
-    def _measures(self, runner: Any) -> dict[str, Any]:
+    def _measures(self, runner: Any) -> list[str]:
         """Return what measures beside logprobs; nothing with pipeline stages, whose first one answers alone."""
         if len(self._roles(runner)) != len(self._calibration.pattern):
-            return {}
-        read = self._calibration.has(self._calibration.family.sglang.selection_capture)
-        return {name: measure for name, measure in self.measures.items() if name != protocol.MISSES or read}
-
-    def _measure(self, name: str, runner: Any) -> Any:
-        found = self._measures(runner).get(name)
-        if found is None:
-            raise CalibrationError(_UNMEASURED[name])
-        return found
+            return []
+        return [name for name, measure in self.measures.items() if measure.fits(self._calibration)]
 
     def _roles(self, runner: Any) -> dict[int, str]:
         return current_roles(self._calibration.family.sglang, runner.model)
-
-
-def _ranges(given: Any) -> list[tuple[int, int]]:
-    """Read `[[first, last], ...]` from a request."""
-    try:
-        ranges = _RANGES.validate_python(given)
-    except ValidationError:
-        raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs of integers") from None
-    if any(not 0 <= first < last for first, last in ranges):
-        raise CalibrationError("a range is empty, expected first < last")
-    return ranges
 
 
 def _versions(runner: Any) -> dict[str, str]:

@@ -11,16 +11,22 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sglang_indexcache.calibration.measure import UNMEASURED, Action, Measure
 from sglang_indexcache.calibration.passes import Part, parts
-from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.protocol import KEEP, KL, Measured, Range, busy, tag
+from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.calibration.protocol import BASELINE, KEEP, KL, Measured, Range, busy, tag
+from sglang_indexcache.sglang.probes import DIVERGENCE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LIMIT_VARIABLE = "SGLANG_INDEXCACHE_KL_GB"
+_Position = Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]
+_RANGES: TypeAdapter[list[tuple[int, int]]] = TypeAdapter(list[tuple[_Position, _Position]])
 _BLOCK = 256  # rows whose distributions are held at once, in float32: 0.16 GB each for 155K tokens of vocabulary
 
 
@@ -47,12 +53,15 @@ class Rows:
         return pieces if position >= last else None
 
 
-class Divergence:
+class Divergence(Measure):
     """The measurement of divergences: hooks around SGLang's logits, and their results.
 
     Args:
         limit_gb: host memory of one rank for hidden states of the baseline.
     """
+
+    name, feature = KL, DIVERGENCE
+    refusal = f"kl is not measured {UNMEASURED}; expected --objective nll"
 
     def __init__(self, limit_gb: float) -> None:
         self.keeping = True  # while the baseline's pattern runs
@@ -61,6 +70,20 @@ class Divergence:
         self._kept: dict[int, Rows] = {}
         self._found: dict[str, Rows] = {}
         self._parts: tuple[Part, ...] = ()
+
+    def actions(self) -> dict[str, Action]:
+        """See `Measure.actions`."""
+        return {BASELINE: self._announce, KL: self._sums}
+
+    def _announce(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        row_bytes = runner.model_config.hidden_size * runner.dtype.itemsize
+        return {"missing": self.announce(str(body.get("data")), _ranges(body.get("ranges")), row_bytes)}
+
+    def _sums(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        requests = body.get("requests")
+        if not isinstance(requests, Mapping):
+            raise CalibrationError("requests is missing, expected ranges of positions for each request id")
+        return {"sums": self.sums({str(rid): _ranges(ranges) for rid, ranges in requests.items()})}
 
     def announce(self, data: str, ranges: Sequence[Range], row_bytes: int) -> list[int]:
         """Make room for a data set, forgetting any other.
@@ -193,6 +216,17 @@ class Divergence:
 
     def _baseline(self, sequence: int) -> list[Tensor] | None:
         return self._kept[sequence].take(*self._ranges[sequence]) if sequence in self._kept else None
+
+
+def _ranges(given: Any) -> list[tuple[int, int]]:
+    """Read `[[first, last], ...]` from a request."""
+    try:
+        ranges = _RANGES.validate_python(given)
+    except ValidationError:
+        raise CalibrationError(f"ranges are {str(given)[:50]}, expected [first, last] pairs of integers") from None
+    if any(not 0 <= first < last for first, last in ranges):
+        raise CalibrationError("a range is empty, expected first < last")
+    return ranges
 
 
 def limit_gb() -> float:

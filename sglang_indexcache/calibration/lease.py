@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 _Line = Annotated[str, Field(pattern=r"^[ -~]{1,200}$")]
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_indexcache.calibration.measure import UNMEASURED, Action, Measure
 from sglang_indexcache.calibration.passes import Capturer, parts, register
-from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.protocol import OVERLAP
+from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.calibration.protocol import OVERLAP, SAMPLE
+from sglang_indexcache.serving.proof import current_roles
+from sglang_indexcache.sglang.probes import SAMPLING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Overlap(Capturer):
+class Overlap(Capturer, Measure):
     """A counter of common indices of all pairs of layers; registered with SGLang only while sampling.
 
     Memory: queries x layers x top-k x 4 bytes for the indices of one forward pass (41 MB for 64 queries of 78 layers
     with 2048), four times that while they are compared. Nothing grows with the context.
     """
+
+    name, feature, refusal = OVERLAP, SAMPLING, f"index overlap is not measured {UNMEASURED}"
 
     def __init__(self) -> None:
         self._start(frozenset(), 0)
@@ -29,6 +34,17 @@ class Overlap(Capturer):
         self._sets: list[Tensor] = []
         self._total: Tensor | None = None
         self._queries = 0
+
+    def actions(self) -> dict[str, Action]:
+        """See `Measure.actions`."""
+        return {SAMPLE: self._sample, OVERLAP: lambda calibration, runner, body: self.end()}
+
+    def _sample(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        positions = body.get("positions")
+        if not isinstance(positions, list) or not all(type(position) is int for position in positions):
+            raise CalibrationError("positions is missing, expected a list of positions")
+        self.begin(positions, len(current_roles(calibration.family.sglang, runner.model)))
+        return {}
 
     def begin(self, positions: Sequence[int], layers: int) -> None:
         """Start sampling the queries at `positions` of requests whose id says `overlap`."""

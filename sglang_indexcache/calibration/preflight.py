@@ -5,16 +5,16 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint, weights_digest
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model.checkpoint import Checkpoint, weights_digest
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.model.files import ModelFiles, weight_files
 from sglang_indexcache.model.name import ModelName, at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import FOREIGN_CACHES, EnginePlan, flag
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.meaning import Meaning
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
 _WANTED = {

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from uuid import uuid4
 
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 VERSION = 2  # of this protocol: 1 had no lease
 STATUS, CHECK, SWITCH = "status", "check", "switch"
 LEASE, RELEASE = "lease", "release"
 BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
-RECORD, MISSES = "record", "misses"
 KEEP = "keep"  # on a request: the baseline's hidden states
 BAD_REQUEST, CONFLICT, LOCKED = int(HTTPStatus.BAD_REQUEST), int(HTTPStatus.CONFLICT), int(HTTPStatus.LOCKED)
 LEASE_SECONDS = 60.0  # the longest time that a lease outlives its client
@@ -26,7 +25,6 @@ LEASE_SECONDS = 60.0  # the longest time that a lease outlives its client
 Range = tuple[int, int]
 """Positions of a sequence, the last one excluded."""
 
-_MEASURED = (KEEP, KL, OVERLAP, MISSES)
 _TAG = 16  # characters of a data set's digest in the id of a request
 _BUSY = "busy: "
 _PREFIX = "indexcache"
@@ -65,7 +63,7 @@ class Measured:
     """A measurement on a request.
 
     Attributes:
-        what: `keep` the baseline's hidden states, `kl` to them, index `overlap`, or the `misses` of a buffer.
+        what: `keep` the baseline's hidden states, or the name of a `Measure`, such as `kl` to them or index `overlap`.
         sequence: number of the sequence in the data set.
         data: `tag` of the data set, so that nothing of another one is taken for it.
         nonce: makes the id unique among all requests.
@@ -90,6 +88,6 @@ class Measured:
     def parse(cls, rid: str) -> Measured | None:
         """Read the measurement from `rid`; `None` for an ordinary request."""
         words = rid.split(":")
-        if len(words) != 5 or words[0] != _PREFIX or words[1] not in _MEASURED or not words[2].isdecimal():
+        if len(words) != 5 or words[0] != _PREFIX or not words[1] or not words[2].isdecimal():
             return None
         return cls(words[1], int(words[2]), words[3], words[4])

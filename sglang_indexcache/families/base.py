@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sglang_indexcache.errors import ModelConfigError, PatternError
-from sglang_indexcache.families.reading import Reading
+from sglang_indexcache.families.combination import Combination
+from sglang_indexcache.io.errors import ModelConfigError, PatternError
 from sglang_indexcache.model.config_keys import ConfigKeys, check_unknown
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.sglang.attention import CountedAttention
-from sglang_indexcache.sglang.overrides import FLAG
-from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need, SglangSource
+from sglang_indexcache.sglang.override_flag import FLAG
+from sglang_indexcache.sglang.probes import LOAD_MODEL, Feature, Need
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,7 +49,7 @@ class CheckpointReader(ABC):
             ModelConfigError: if a needed key is missing or wrong.
         """
 
-    def selecting(self, model: ModelLayers, selection: Selection | None) -> ModelLayers:
+    def selecting(self, model: ModelLayers, selection: PatternSelection | None) -> ModelLayers:
         """Describe a model for patterns with `selection`; `None` keeps the one that it has.
 
         Raises:
@@ -94,19 +94,12 @@ class SglangAdapter(ABC):
         serving: what SGLang must have to serve these models with a pattern, and to prove it.
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         variants: what it may have, for some of its flags.
-        rule: what it must have to say itself which layers would run; `None` where its configuration has no roles.
         begins_every_stage: whether the first site of a pipeline stage must select, since stages hand nothing over.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
-        selection_capture: what SGLang must have so that a calibration server can count what queries select; `None`
-            where none can.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
-        blocks: what SGLang must have for F layers that select for blocks of prompt queries; `None` where no server
-            has them.
-        refused_with_blocks: like `refused_flags`, for patterns with such layers.
-        sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts; `None` where they
-            can't.
-        grouping: what SGLang must have so that the queries of a block attend together; `None` where they never do.
+        prompt_graphs_since: the first SGLang that captures graphs of prompts unasked; `None` if none does.
+        fp8_on_blackwell: whether SGLang keeps the cache in fp8 on Blackwell GPUs unasked.
     """
 
     checkpoint: CheckpointReader
@@ -114,33 +107,31 @@ class SglangAdapter(ABC):
     serving: ClassVar[Feature]
     pipeline: ClassVar[Feature | None] = None
     variants: ClassVar[tuple[Feature, ...]] = ()
-    rule: ClassVar[Feature | None] = None
     begins_every_stage: ClassVar[bool] = False
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
-    selection_capture: ClassVar[Feature | None] = None
     refused_flags: ClassVar[Mapping[str, str]] = {}
-    blocks: ClassVar[Feature | None] = None
-    refused_with_blocks: ClassVar[Mapping[str, str]] = {}
-    sharding: ClassVar[Feature | None] = None
-    grouping: ClassVar[Feature | None] = None
+    prompt_graphs_since: ClassVar[tuple[int, int, int] | None] = (0, 5, 17)
+    fp8_on_blackwell: ClassVar[bool] = True
 
     # -- before SGLang loads the model
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
-        """Return the features besides `serving` that a pattern needs: one if its layers select in blocks.
+        """Return the features besides `serving` that a pattern needs.
 
         Raises:
-            PatternError: if no server has such layers.
+            PatternError: if no server runs such a pattern.
         """
-        if self.blocks is None:
-            pattern.check_plain(f"is not served on {self.serving.name}")
-            return ()
-        return (self.blocks,) if pattern.indexers else ()
+        pattern.check_plain(f"is not served on {self.serving.name}")
+        return ()
 
     def refused_with(self, pattern: Pattern, arguments: Any) -> Iterator[tuple[str, str]]:
         """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
         yield from ()
+
+    def combinations(self) -> tuple[Combination, ...]:
+        """Return the features of SGLang that concern these models alone; see `serving.combinations`."""
+        return ()
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
         """Yield why SGLang's kernels can't serve the heads of a model, by server arguments or a launch line."""
@@ -155,32 +146,6 @@ class SglangAdapter(ABC):
             PatternError: if no server runs such a pattern.
         """
 
-    def readings(
-        self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
-    ) -> tuple[Reading, ...]:
-        """Say which layers versions of engines would run with overrides alone; empty where none reads roles there.
-
-        Args:
-            architecture: the one that config.json names.
-            config: content of config.json.
-            overrides: a user's, without what `to_overrides` adds.
-        """
-        return ()
-
-    def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str | None:
-        """Ask the installed SGLang's own code which roles it would run; `None` without a `rule`.
-
-        Args:
-            source: source tree of the SGLang that `import sglang` takes.
-            model: folder or hub id.
-            overrides: merged into the model's configuration.
-            letters: number of letters of the pattern.
-
-        Raises:
-            SglangError: if that code can't be called, or refuses the model.
-        """
-        return None
-
     # -- the loaded model, on one rank
 
     def loaded(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most read a configuration instead)
@@ -190,36 +155,11 @@ class SglangAdapter(ABC):
             ProofError: if that can't be done.
         """
 
-    def share_rows(self, runner: Any, pattern: Pattern) -> None:
-        """Make the F layers of a `ModelRunner` select for this rank's part of the rows of prompts, after `loaded`.
-
-        It is called only where SGLang has `sharding`.
-
-        Raises:
-            ProofError: if that can't be done, or there is one rank.
-        """
-        raise NotImplementedError
-
-    def shared_rows(self, model: Any) -> Mapping[int, int]:
-        """Read from the loaded model over how many ranks each of its layers shares out rows; others are left out.
-
-        Raises:
-            ProofError: if an indexer does not show it.
-        """
-        return {}
-
     def captured(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most run nothing of ours in a pass)
         """Check that the CUDA graphs of a `ModelRunner` were captured with `pattern`.
 
         Raises:
             ProofError: if not.
-        """
-
-    def group(self, runner: Any, pattern: Pattern) -> None:  # noqa: B027  (most have no blocks)
-        """Attend from the queries of blocks together in a `ModelRunner`, where that can be done; after `captured`.
-
-        Raises:
-            ProofError: if what it would call is not what was read.
         """
 
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
@@ -236,14 +176,6 @@ class SglangAdapter(ABC):
         """Read from a `ModelRunner` the bytes that layers save or take on this rank, by their `/server_info` names."""
         return {}
 
-    def grouped(self, runner: Any) -> tuple[int, ...]:
-        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
-
-        Raises:
-            ProofError: if something else has replaced a part of it.
-        """
-        return ()
-
     @abstractmethod
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """Yield the modules that select or reuse, by site; those of draft and NextN models are left out."""
@@ -256,17 +188,9 @@ class SglangAdapter(ABC):
             ProofError: if the module does not show it.
         """
 
-    def selection(self, model: Any) -> Selection | None:
+    def selection(self, model: Any) -> PatternSelection | None:
         """Read the selection that S layers of the loaded model would attend to; `None` where indexers select."""
         return None
-
-    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
-        """Read from the indexers of the loaded model which layers of this rank would select in blocks.
-
-        Raises:
-            ProofError: if an indexer does not show it.
-        """
-        return ()
 
     @abstractmethod
     def indexer(self, module: Any) -> nn.Module | None:
@@ -275,26 +199,6 @@ class SglangAdapter(ABC):
     @abstractmethod
     def switch(self, runner: Any, pattern: Pattern) -> None:
         """Make the layers of a `ModelRunner` run `pattern` from now on."""
-
-    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """Translate the selections of a forward pass into positions in their requests.
-
-        It is called only where SGLang has `selection_capture`.
-
-        Args:
-            forward_batch: a `ForwardBatch`.
-            site: the site that selected.
-            selected: the selections in SGLang's form, `[rows, k]`.
-            rows: rows of the queries in the pass, `[rows]`.
-            requests: numbers of their requests in the pass, `[rows]`.
-
-        Returns:
-            `[rows, k]`, int32, -1 for none.
-
-        Raises:
-            ProofError: if SGLang's form is not known.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def configured(self, runner: Any) -> str:
@@ -306,7 +210,7 @@ class SglangAdapter(ABC):
 
 
 class TransformersAdapter(ABC):
-    """An adapter that finds the indexers of a transformers model.
+    """An adapter that finds the indexers of a transformers model, or makes it run a pattern without them.
 
     Attributes:
         not_in_transformers: why transformers' model computes something else than the checkpoint; `None` if it does not.
@@ -319,6 +223,31 @@ class TransformersAdapter(ABC):
     @abstractmethod
     def indexer_modules(self, model: Any) -> list[nn.Module | None]:
         """Return the modules whose `forward` gives the indices that a site attends to; `None` where there is none."""
+
+    def selecting(
+        self,
+        model: Any,
+        pattern: Pattern,
+        observe: Callable[[int, Tensor], None] | None,
+        carried: Tensor | None,
+        prompt: Tensor | None,
+    ) -> AbstractContextManager[None]:
+        """Run a model with a pattern that has a selection inside the `with` block; for arguments see `apply_roles`.
+
+        Raises:
+            PatternError: if the pattern does not fit the model, or the model's own indexers select.
+        """
+        raise PatternError("pattern has a selection, but the model's own indexers choose; expected F and S alone")
+
+    def kernels(self, model: Any) -> AbstractContextManager[None]:
+        """Run a model on the project's kernels inside the `with` block; called where `on_kernels` is true.
+
+        Raises:
+            KernelInputError: if they can't run it.
+        """
+        from indexcache_kernels.transformers import use_kernels
+
+        return use_kernels(model)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _REASONS = {
-    "its latent attention (MLA) is dense; indexcache-distill trains indexers for it": """
+    "its latent attention (MLA) is dense; docs/distill.md says how indexers are trained for it": """
         DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM
     """,
     "some of its layers see a sliding window": """

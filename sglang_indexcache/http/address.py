@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.http.redaction import keep_secret
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.redaction import keep_secret
 
 _EXPECTED = "expected a URL like http://host:30000"
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")

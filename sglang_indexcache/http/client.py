@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import httpcore
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_indexcache.errors import IndexCacheError, one_line
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.connection import Budget, BudgetError, NoProxyError, connections
 from sglang_indexcache.http.proxy import Proxy
-from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret
+from sglang_indexcache.io.errors import IndexCacheError, one_line
+from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret
 
 SECONDS = 30.0
 MAX_BYTES = 4 << 20

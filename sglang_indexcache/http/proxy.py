@@ -9,8 +9,8 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.http.address import Address, AddressError
+from sglang_indexcache.io.errors import IndexCacheError
 
 _PORTS = {"http": 80, "https": 443}
 _BY_PROXIES = (403, 407, 502, 503, 504)  # codes with which proxies answer in a server's place

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_indexcache.errors import one_line
 from sglang_indexcache.http.servers import Counted, Served, ServedRank
+from sglang_indexcache.io.errors import one_line
 
 _COMPARED: dict[str, Callable[[ServedRank, Served], Any]] = {  # what equal servers have in common
     "fingerprint": lambda rank, served: served.fingerprint[:16],

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from sglang_indexcache.errors import one_line
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import ServerError, ask
+from sglang_indexcache.io.errors import one_line
 from sglang_indexcache.pattern import Pattern
 
 _Count = Annotated[int, Field(ge=0)]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.incidental import INCIDENTAL, is_incidental
 from sglang_indexcache.model.rope import PARAMETERS, ROPE_KEYS, rope_parameters
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sglang_indexcache.errors import FileError, ModelConfigError
-from sglang_indexcache.files.atomic import read_json_object, reason
-from sglang_indexcache.files.digest import Digest, Stamp, file_digest, side_by_side
+from sglang_indexcache.io.atomic import read_json_object, reason
+from sglang_indexcache.io.digest import Digest, Stamp, file_digest, side_by_side
+from sglang_indexcache.io.errors import FileError, ModelConfigError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.pattern import Pattern
 
 MOST_LAYERS = 4096

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
 
-from sglang_indexcache.errors import ModelConfigError
-from sglang_indexcache.files.quotes import unquoted
+from sglang_indexcache.io.errors import ModelConfigError
+from sglang_indexcache.io.quotes import unquoted
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@([\w./-]+))?")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.io.errors import ModelConfigError
 
 DEFAULT_THETA = 10000
 _OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 
 QUERIES = (2, 4, 8, 16, 64)  # they divide a page of 64 tokens, so that a cached page depends on its own tokens alone
 DEFINITION = 2  # of a block; 1, before 0.2.0, gave a block's early queries more of the leader's tokens

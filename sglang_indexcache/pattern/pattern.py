@@ -11,9 +11,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Self
 
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES, DEFINITION, NO_CANDIDATES, IndexerSetting
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 
 FULL, SHARED = "F", "S"
 DENSE = "D"  # with a selection
@@ -42,7 +42,7 @@ class Pattern:
     """
 
     roles: str
-    selection: Selection | None = None
+    selection: PatternSelection | None = None
     indexers: tuple[IndexerSetting, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Pattern:
                 raise PatternError(f"{indexer} is of F layers, but layer {indexer.layer} is {found}")
 
     @classmethod
-    def parse(cls, text: str, selection: Selection | None = None) -> Self:
+    def parse(cls, text: str, selection: PatternSelection | None = None) -> Self:
         """Read roles and indexers as `letters` writes them: `FSSFSSFS+3q16+6q4`.
 
         Raises:
@@ -99,13 +99,15 @@ class Pattern:
         return DENSE if self.dense else FULL
 
     @classmethod
-    def full(cls, num_layers: int, shared: Collection[int] = (), selection: Selection | None = None) -> Self:
+    def full(cls, num_layers: int, shared: Collection[int] = (), selection: PatternSelection | None = None) -> Self:
         """Return the pattern in which only the layers in `shared` are `S`."""
         letter = FULL if selection is None else DENSE
         return cls("".join(SHARED if layer in shared else letter for layer in range(num_layers)), selection)
 
     @classmethod
-    def uniform(cls, num_layers: int, keep_every: int, phase: int = 0, selection: Selection | None = None) -> Self:
+    def uniform(
+        cls, num_layers: int, keep_every: int, phase: int = 0, selection: PatternSelection | None = None
+    ) -> Self:
         """Return the paper's uniform interleaving: every `keep_every`-th layer is `F` (4: `FSSSFSSS...`).
 
         With `phase` p the `F` layers after layer 0 are p, p + keep_every, ... (for p = 0: keep_every, 2 keep_every,
@@ -122,7 +124,9 @@ class Pattern:
         return cls.from_full_layers(num_layers, layers, selection)
 
     @classmethod
-    def from_full_layers(cls, num_layers: int, full_layers: Iterable[int], selection: Selection | None = None) -> Self:
+    def from_full_layers(
+        cls, num_layers: int, full_layers: Iterable[int], selection: PatternSelection | None = None
+    ) -> Self:
         """Return the pattern in which all layers but `full_layers` are `S`.
 
         Raises:
@@ -144,7 +148,7 @@ class Pattern:
         """
         letters, mark, more = key.partition("|")
         blocks = more.startswith("blocks")
-        pattern = cls.parse(letters, Selection.parse(more) if mark and not blocks else None)
+        pattern = cls.parse(letters, selection_type().parse(more) if mark and not blocks else None)
         if (blocks or pattern.indexers) and pattern.key != key:
             raise PatternError(f"{key[:80]} means another definition of a block, expected {pattern.key[:80]}")
         return pattern
@@ -232,6 +236,16 @@ class Pattern:
         more = f"blocks{DEFINITION}" if self.indexers else self.selection
         return self.letters if more is None else f"{self.letters}|{more}"
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """A sort key that groups patterns whose first layers run alike."""
+        return str(self.selection), self.letters
+
+    @property
+    def pattern(self) -> Self:
+        """The pattern itself; what is no pattern, but is evaluated like one, has none."""
+        return self
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of `key`, in hex: equal on two machines if and only if they run the same pattern."""
@@ -285,8 +299,7 @@ class Pattern:
             PatternError: if the length differs, or a locked layer is `F`.
         """
         if len(self) != num_layers:
-            kind = "layers" if self.dense else "DSA layers"
-            raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} {kind}")
+            raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} layers that select")
         wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
         if wrong:
             names = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")

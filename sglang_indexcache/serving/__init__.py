@@ -22,7 +22,7 @@ The hooks, and when each runs:
 | before `CommonKVManager.__init__` | `identity` | the handshake of prefill and decode servers |
 | around `CommonKVManager.try_ensure_parallel_info` | here | decode servers outlive prefill servers of other patterns |
 
-The first three and `Scheduler.__init__` are watched from the start (`plugin`); the others are applied once an engine
+The first three and `Scheduler.__init__` are observed from the start (`plugin`); the others are applied once an engine
 has a request. Hooks can't be taken back, and a process may have several engines: each hook looks up the plan of the
 engine at hand (`engines`), and does nothing where there is none. On DSA models nothing runs in the forward pass once
 indexers were counted, but for layers that select in blocks; with metrics on, two counters are added to after it.
@@ -37,21 +37,21 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.model.name import at_revision
-from sglang_indexcache.serving import counted, engines, identity, metrics, proof, ready, storage, updates, warm_up
+from sglang_indexcache.serving import engines, identity, metrics, proof, ready, storage, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import Hooks, bound_arguments, bound_to, installed_source, refusing_around
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.read_sources import never_run
 from sglang_indexcache.sglang.requested import CALIBRATION_KEY, KEY
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` watches
+_OBSERVED = (probes.LAUNCH, probes.SERVER_ARGS, probes.SCHEDULER, probes.START)  # the functions that `plugin` observes
 _lock, _launching = RLock(), RLock()
-_applied: set[str] = set()
+_applied: list[bool] = []
 
 
 def require() -> None:
@@ -64,7 +64,7 @@ def require() -> None:
 
 
 def follower(target: str) -> Callable[..., Any]:
-    """Return the hook that runs instead of a watched function, for an engine with a request."""
+    """Return the hook that runs instead of an observed function, for an engine with a request."""
     followers = {
         probes.LAUNCH.target: _launch,
         probes.SERVER_ARGS.target: _configure,
@@ -119,16 +119,9 @@ def _plan(server_args: Any) -> EnginePlan:
     plan = engines.plan_of(server_args)
     assert plan is not None  # the plugin looked
     with _lock:
-        if "serving" not in _applied:
-            _serving_hooks().apply(*_WATCHED)
-            _applied.add("serving")
-        if not plan.serves:
-            from sglang_indexcache import calibration
-
-            calibration.begin(plan)
-            if "calibration" not in _applied:
-                calibration.hooks().apply()
-                _applied.add("calibration")
+        if not _applied:
+            _serving_hooks().apply(*_OBSERVED)
+            _applied.append(True)
     return plan
 
 
@@ -155,7 +148,7 @@ def _serving_hooks() -> Hooks:
     ):
         if source.refusal(feature) is None:
             hooks.add(kind, need, function)
-    for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.WATCH_UPDATES):
+    for feature in (probes.STATUS, probes.PROMETHEUS, probes.CACHE_KEYS, probes.PEERS, probes.OBSERVE_UPDATES):
         reason = source.refusal(feature)
         if reason is not None:
             logger.warning("indexcache: no %s: %s", feature.name, reason)
@@ -198,7 +191,7 @@ def _prover(need: probes.Need) -> Callable[..., None]:
             engines.loaded_here(plan)
         counted_for = engines.plan_of(runner.server_args) if draft else plan
         if counted_for is not None and counted_for.serves and need == counted_for.family.sglang.proven_after:
-            counted.watch(counted_for, runner, draft)
+            proof.count_indexers(counted_for, runner, draft)
 
     return after
 
@@ -209,7 +202,7 @@ def _captured(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     if plan is not None:
         proof.check_captured(plan, runner)
         if not getattr(runner, "is_draft_worker", False):
-            counted.watch_replays(plan, runner)
+            proof.observe_replays(plan, runner)
 
 
 def scheduler_ready(info: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

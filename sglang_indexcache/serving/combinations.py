@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
-from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.combination import Combination
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC_PIECEWISE, Meaning, is_off
 
-RAN, REFUSED, NOT_RUN, UNJUDGED = "ran", "refused", "not run", "could not be judged"
 _CPU = "SGLang 0.5.23 on CPUs"
 _GPU = "SGLang 0.5.17 on an H100"
 _BOTH, _BOTH_ON_TWO = f"{_CPU}; {_GPU}", f"{_CPU}; SGLang 0.5.17 on two H100"
@@ -36,58 +32,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # values of flags with which everything w
     "page_size": (64,),  # SGLang sets it itself where indexers choose
     "disaggregation_transfer_backend": ("mooncake", "mooncake_tcp"),
 }
-
-
-@dataclass(frozen=True)
-class Combination:
-    """A feature of SGLang.
-
-    Attributes:
-        name: as SGLang's documentation calls it.
-        flags: the flags that ask for it.
-        ran: where it ran; empty if nowhere.
-        reads: the names in `Meaning` of what its flags set.
-        asked: whether server arguments ask for it.
-        without: what was not run, of one that ran in part.
-        family: the family on whose models it ran.
-        default: where it is on although nothing asks for it, in words; by a launch line of one SGLang.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    ran: str
-    reads: tuple[str, ...]
-    asked: Callable[[Any], bool]
-    without: str = ""
-    family: Family = DSA
-    default: Callable[[LaunchLine, Family], str] = lambda line, family: ""
-
-    @property
-    def verdict(self) -> Verdict:
-        """Return whether a pattern ran with it, and where."""
-        if not self.ran:
-            return Verdict(NOT_RUN, self.name, self.without)
-        return Verdict(RAN, self.name, self.ran + (f"; not run: {self.without}" if self.without else ""))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The answer for one feature that a launch line asks for.
-
-    Attributes:
-        state: `RAN`, `REFUSED`, `NOT_RUN` or `UNJUDGED`.
-        name: the feature; of a refused one the flag.
-        why: where it ran, why it is refused, or what is known all the same.
-    """
-
-    state: str
-    name: str
-    why: str
-
-    @property
-    def line(self) -> str:
-        """One line for people."""
-        return f"{self.state}: {self.name}" + (f" ({self.why})" if self.why else "")
 
 
 def _more_than_one(name: str) -> Callable[[Any], bool]:
@@ -130,19 +74,20 @@ def _since(version: str, first: tuple[int, int, int]) -> bool:
 
 def _graphs_by_default(line: LaunchLine, family: Family) -> str:
     """Return where SGLang captures prompts unasked: breakable graphs, since 0.5.17 where indexers choose, too."""
-    meant, first = Meaning(line), (0, 5, 14) if family is DENSE_GQA else (0, 5, 17)
+    meant, first = Meaning(line), family.sglang.prompt_graphs_since
     off = meant.cuda_graph_backend_prefill or meant.disaggregation_mode == "decode" or meant.device not in _ON_NVIDIA
-    if off or family is DEEPSEEK_V4 or not _since(line.version, first):
+    if off or first is None or not _since(line.version, first):
         return ""
     return "on by default on NVIDIA GPUs, as --cuda-graph-backend-prefill breakable"
 
 
 def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
     asked = line.kv_cache_dtype not in (None, "auto") or line.device not in _ON_NVIDIA
-    return "" if asked or family in (DENSE_GQA, DEEPSEEK_V4) else "on by default there, and nothing was run there"
+    by_default = family.sglang.fp8_on_blackwell and not asked
+    return "on by default there, and nothing was run there" if by_default else ""
 
 
-COMBINATIONS = (
+COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinations`
     Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",), _more_than_one("tp_size")),
     Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",), _more_than_one("pp_size")),
     Combination(
@@ -284,22 +229,6 @@ COMBINATIONS = (
         _BOTH,
         ("attention_backend",),
         _one_of("attention_backend", "dsa", "nsa"),
-    ),
-    Combination(
-        "backend of dense attention",
-        ("--attention-backend flashinfer, torch_native",),
-        "flashinfer: SGLang 0.5.17 on an H100; torch_native: SGLang 0.5.23 on CPUs",
-        ("attention_backend",),
-        _one_of("attention_backend", "flashinfer", "torch_native"),
-        family=DENSE_GQA,
-    ),
-    Combination(
-        "pages of 16 tokens",
-        ("--page-size 16",),
-        "SGLang 0.5.23 on CPUs; SGLang 0.5.17 on an H100",
-        ("page_size",),
-        lambda arguments: arguments.page_size == 16,
-        family=DENSE_GQA,
     ),
     Combination(
         "torch.compile",

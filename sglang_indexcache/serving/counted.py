@@ -5,7 +5,7 @@ roles were right. So in the first passes each call of an attention module is loo
 indexer once by its end, an S layer never. Where prompts attend to everything an indexer only writes its keys; SGLang up
 to 0.5.14 lets S layers do that, too, and nobody reads them. So prompts count once one was longer than a selection.
 Graphs are counted while they are captured, on every rank; where one of prompts is replayed, the method that selects is
-watched, or, where the graph holds the whole indexer (DeepSeek-V4), SGLang's call that replays it. PyTorch's module
+observed, or, where the graph holds the whole indexer (DeepSeek-V4), SGLang's call that replays it. PyTorch's module
 hooks do the rest. All is taken away once every kind of pass that the server makes was seen, and all graphs are
 captured.
 """
@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.sglang.attention import CountedAttention, Watched, makes_graphs
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.sglang.attention import CountedAttention, Observed, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
-
-if TYPE_CHECKING:
-    from sglang_indexcache.serving.preflight import EnginePlan
 
 logger = logging.getLogger(__name__)
 
@@ -48,42 +45,6 @@ def kinds_of(server_args: Any, draft: bool = False) -> frozenset[str]:
         return frozenset({DRAFT_EXTEND}) if mode != _PREFILL else frozenset({EXTEND})
     steps = VERIFY if getattr(server_args, "speculative_algorithm", None) else DECODE
     return frozenset({EXTEND} if mode == _PREFILL else {steps} if mode == _DECODE else {EXTEND, steps})
-
-
-def watch(plan: EnginePlan, runner: Any, draft: bool) -> None:
-    """Count the indexers of a loaded model in its first passes, if its family has them.
-
-    Args:
-        plan: has the pattern.
-        runner: a `ModelRunner`.
-        draft: whether it runs the draft model.
-    """
-    found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
-    if not found:
-        return
-    if draft:
-        counter = Counter(found, "layer of the draft model")
-    else:
-        selects_after: int | None = plan.selects_after
-        if selects_after >= runner.model_config.context_len:
-            selects_after = None  # nothing ever selects
-        counter = Counter(found, "letter", selects_after)
-    plan.proven.counters.append(counter)
-    counter.begin(kinds_of(runner.server_args, draft))
-
-
-def watch_replays(plan: EnginePlan, runner: Any) -> None:
-    """Count the prompts of a loaded model that are replayed in graphs, where these hold whole indexers.
-
-    Args:
-        plan: has its counters.
-        runner: a `ModelRunner` whose graphs are captured.
-    """
-    graphs = getattr(runner, "prefill_cuda_graph_runner", None)  # 0.5.15 to 0.5.23
-    if graphs is None or graphs is getattr(runner, "eager_runner", None):
-        return
-    for counter in plan.proven.counters:
-        counter.watch_replays(graphs)
 
 
 class Counter:
@@ -130,7 +91,7 @@ class Counter:
         self._kinds = frozenset(kinds)
         self._begin(self._kinds)
 
-    def watch_replays(self, graphs: Any) -> None:
+    def observe_replays(self, graphs: Any) -> None:
         """Count prompts that `graphs` replays, if these hold whole indexers.
 
         What a replay runs was counted while it was captured: nothing of it can be seen again.
@@ -141,7 +102,7 @@ class Counter:
         if self._graphs is None and self._attentions and all(item.in_graphs for item in self._attentions):
             self._graphs = graphs
             if self.counting:
-                self._handles.append(Watched(graphs, "execute", refusing(self._replays)))
+                self._handles.append(Observed(graphs, "execute", refusing(self._replays)))
 
     def again(self, check: Callable[[], None] = lambda: None) -> None:
         """Count the next prompts, as after an update of weights; graphs that were captured stay as they are.
@@ -169,9 +130,9 @@ class Counter:
                 runs = _eager(self._runs(item.site))
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
                 if item.selects is not None and hasattr(item.indexer, item.selects):
-                    self._handles.append(Watched(item.indexer, item.selects, refusing(self._selects(item))))
+                    self._handles.append(Observed(item.indexer, item.selects, refusing(self._selects(item))))
         if self._handles and self._graphs is not None:
-            self._handles.append(Watched(self._graphs, "execute", refusing(self._replays)))
+            self._handles.append(Observed(self._graphs, "execute", refusing(self._replays)))
 
     def end(self) -> None:
         """Take everything away that counts."""

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
 from typing import Any
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving.preflight import EnginePlan, Preflight
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import installed_source
-from sglang_indexcache.sglang.requested import ATTRIBUTE, asked_of
+from sglang_indexcache.sglang.requested import ATTRIBUTE, amend, request_of
 
 _plans: dict[str, EnginePlan] = {}  # by the engine's name
 _lock = RLock()
 _configured: ContextVar[str | None] = ContextVar("configured", default=None)
 _loaded: list[EnginePlan | None] = [None]
+_of_searches: list[Callable[[], EnginePlan]] = []
 
 
 def plan_of(server_args: Any) -> EnginePlan | None:
@@ -27,27 +28,30 @@ def plan_of(server_args: Any) -> EnginePlan | None:
     Raises:
         IndexCacheError: if its request can't be served.
     """
-    asked = asked_of(server_args)
-    if not asked:
+    request = request_of(server_args)
+    if request is None:
         return None
     with _lock:
-        if asked["engine"] not in _plans:
-            _plans[asked["engine"]] = _new_plan(asked)
-        return _plans[asked["engine"]]
+        if request.engine not in _plans:
+            if request.asked.calibrate:
+                _plans[request.engine] = _of_searches[0]()
+            else:
+                wanted = PatternRequest.of(request)
+                amend(server_args, carried=wanted.carried)
+                _plans[request.engine] = Preflight(wanted, installed_source(probes.REQUIRED))
+        return _plans[request.engine]
 
 
-def _new_plan(asked: dict[str, Any]) -> EnginePlan:
-    if asked["calibrate"]:
-        from sglang_indexcache.calibration.preflight import Calibration
-
-        return Calibration(installed_source((*probes.REQUIRED, probes.CALIBRATE)))
-    return Preflight(PatternRequest.of(asked), installed_source(probes.REQUIRED))
+def plan_searches_by(make: Callable[[], EnginePlan]) -> None:
+    """Let `make` make the plans of engines on which a search switches patterns."""
+    _of_searches[:] = [make]
 
 
 @contextmanager
 def configuring(server_args: Any) -> Iterator[None]:
     """Let SGLang build a model's configuration for the engine with these server arguments while the block runs."""
-    token = _configured.set(asked_of(server_args)["engine"])
+    request = request_of(server_args)
+    token = _configured.set(None if request is None else request.engine)
     try:
         yield
     finally:

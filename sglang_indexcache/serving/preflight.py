@@ -8,9 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.refusal import SHARD_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proven import ProofHolder
@@ -19,9 +21,8 @@ from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang import variables as environment
 from sglang_indexcache.sglang.meaning import Meaning
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
-from sglang_indexcache.sglang.refusal import SHARD_FLAG, UNREAD_FLAG
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +70,11 @@ def refusals_of(
     """
     if pattern.is_full and not shard:
         return
-    adapter, arguments = family.sglang, Meaning(arguments)
+    adapter, blocks, arguments = family.sglang, with_blocks(family.sglang), Meaning(arguments)
     yield from environment.refused(variables or {})
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
         yield given, f"{given} can't be combined with a pattern: {reason}"
-    for given, reason in refused_flags(adapter.refused_with_blocks, arguments):
+    for given, reason in () if blocks is None else refused_flags(blocks.refused_with_blocks, arguments):
         if pattern.indexers:
             yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
         elif shard:
@@ -101,7 +102,7 @@ def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str
         yield given, f"{given} {backend} can't be combined with a pattern: {problem}"
 
 
-def replacing(pattern: Pattern, family: Family, shard: bool, group: bool) -> tuple[Feature, ...]:
+def replacing(pattern: Pattern, family: Family, *, shard: bool, group: bool) -> tuple[Feature, ...]:
     """Return the features that a pattern needs on a family, and that may replace methods of SGLang.
 
     Args:
@@ -110,13 +111,12 @@ def replacing(pattern: Pattern, family: Family, shard: bool, group: bool) -> tup
         shard: whether indexers are shared out.
         group: whether queries of a block are attended from together, where that can be done.
     """
-    adapter = family.sglang
+    adapter, blocks = family.sglang, with_blocks(family.sglang)
     found = [] if pattern.is_full else [adapter.serving]
     found += adapter.needed(pattern)
-    if shard and adapter.sharding is not None:
-        found.append(adapter.sharding)
-    if pattern.indexers and group and adapter.grouping is not None:
-        found.append(adapter.grouping)
+    if blocks is not None:
+        found += [blocks.sharding] if shard else []
+        found += [blocks.grouping] if pattern.indexers and group else []
     return tuple(found)
 
 
@@ -276,10 +276,11 @@ class Preflight(EnginePlan):
             family = checkpoint.family
             self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))
             if self.shard:
-                if family.sglang.sharding is None:
+                blocks = with_blocks(family.sglang)
+                if blocks is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
-                self.require(family.sglang.sharding, SHARD_FLAG)
-            self.require_read(*replacing(self.pattern, family, self.shard, self.group))
+                self.require(blocks.sharding, SHARD_FLAG)
+            self.require_read(*replacing(self.pattern, family, shard=self.shard, group=self.group))
             self._families[model] = family
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position

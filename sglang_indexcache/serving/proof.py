@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
 from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.serving import ranks
+from sglang_indexcache.serving.counted import Counter, kinds_of
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.proven import Proof
 from sglang_indexcache.serving.ranks import RankReport, barrier_all_ranks, disagreement, first_problem, read_back
@@ -24,7 +26,7 @@ _CHECKPOINT_NAMES = (".weight", ".bias", ".weight_scale_inv", ".ape")
 
 @dataclass(frozen=True)
 class LoadedRole:
-    """The behaviour of an attention module.
+    """The behaviour of a loaded site.
 
     Attributes:
         role: its letter.
@@ -54,7 +56,7 @@ def mark_unloaded(adapter: SglangAdapter, model: Any) -> None:
 
 
 def indexer_tensors(adapter: SglangAdapter, model: Any) -> Iterator[tuple[int, Any, str, Any]]:
-    """Yield layer, indexer, name and parameter of the indexer weights of F layers that can hold NaN.
+    """Yield site, indexer, name and parameter of the indexer weights of F layers that can hold NaN.
 
     Every checkpoint has them. Quantisation adds parameters that have defaults, which are left out.
     """
@@ -88,20 +90,20 @@ def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_st
 
     Args:
         pattern: the pattern that must run.
-        effective: behaviour of this rank's layers, by letter.
+        effective: behaviour of this rank's sites, by letter.
         begins_every_stage: whether the first of them must select.
     """
     if not effective:
         return "the loaded model has no attention module that can choose, so the pattern can't take effect"
-    for layer, module in sorted(effective.items()):
-        if layer >= len(pattern):
-            return f"the loaded model has a DSA layer {layer}, the pattern has {len(pattern)} letters"
-        if module.role != pattern[layer]:
-            return f"letter {layer} would run as {module.role}, the pattern says {pattern[layer]}"
-        if module.role == FULL and not pattern.dense and not module.has_indexer:
-            return f"letter {layer} is F, but the loaded model has no indexer there"
-        if module.unloaded is not None:
-            return f"letter {layer} is {module.role}, but no weights were loaded into its indexer's {module.unloaded}"
+    for site, found in sorted(effective.items()):
+        if site >= len(pattern):
+            return f"the loaded model has {site + 1} layers or more that select, the pattern has {len(pattern)} letters"
+        if found.role != pattern[site]:
+            return f"letter {site} would run as {found.role}, the pattern says {pattern[site]}"
+        if found.role == FULL and not pattern.dense and not found.has_indexer:
+            return f"letter {site} is F, but the loaded model has no indexer there"
+        if found.unloaded is not None:
+            return f"letter {site} is {found.role}, but no weights were loaded into its indexer's {found.unloaded}"
     if begins_every_stage and effective[min(effective)].role == SHARED:
         first = min(effective)
         return (
@@ -111,15 +113,15 @@ def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_st
     return None
 
 
-def other_indexers(pattern: Pattern, layers: Collection[int], found: Iterable[IndexerSetting]) -> str | None:
-    """Return one line if indexers of this rank's `layers` would score something else than `pattern` says."""
-    wanted = {item.layer: item for item in pattern.indexers if item.layer in layers}
+def other_indexers(pattern: Pattern, sites: Collection[int], found: Iterable[IndexerSetting]) -> str | None:
+    """Return one line if indexers of this rank's `sites` would score something else than `pattern` says."""
+    wanted = {item.layer: item for item in pattern.indexers if item.layer in sites}
     loaded = {item.layer: item for item in found}
-    for layer in sorted({*wanted, *loaded}):
-        if wanted.get(layer) != loaded.get(layer):
+    for site in sorted({*wanted, *loaded}):
+        if wanted.get(site) != loaded.get(site):
             return (
-                f"the indexer of letter {layer} would run as {loaded.get(layer, 'one that scores everything')}, the"
-                f" pattern says {wanted.get(layer, 'that it scores everything')}"
+                f"the indexer of letter {site} would run as {loaded.get(site, 'one that scores everything')}, the"
+                f" pattern says {wanted.get(site, 'that it scores everything')}"
             )
     return None
 
@@ -168,30 +170,73 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         runner: a `ModelRunner`.
         new: whether SGLang has just loaded it, so that what its configuration could not say is written first.
     """
+    adapter, blocks = plan.family.sglang, with_blocks(plan.family.sglang)
     effective: dict[int, LoadedRole] = {}
     indexers: tuple[IndexerSetting, ...] = ()
     shared: Mapping[int, int] = {}
     try:
         if new:
-            plan.family.sglang.loaded(runner, plan.pattern)
-            if plan.shard:
-                plan.family.sglang.share_rows(runner, plan.pattern)
-        effective = effective_roles(plan.family.sglang, runner.model)
-        selection = plan.family.sglang.selection(runner.model)
-        indexers = plan.family.sglang.indexers(runner.model)
-        shared = plan.family.sglang.shared_rows(runner.model)
-        problem = mismatch(plan.pattern, effective, plan.family.sglang.begins_every_stage)
+            adapter.loaded(runner, plan.pattern)
+            if plan.shard and blocks is not None:
+                blocks.share_rows(runner, plan.pattern)
+        effective = effective_roles(adapter, runner.model)
+        selection = adapter.selection(runner.model)
+        if blocks is not None:
+            indexers, shared = blocks.indexers(runner.model), blocks.shared_rows(runner.model)
+        problem = mismatch(plan.pattern, effective, adapter.begins_every_stage)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
-        full = {layer for layer, module in effective.items() if module.role == FULL}
-        if problem is None and set(shared) != (full if plan.shard else set()):
-            layers = sorted(set(shared) ^ (full if plan.shard else set()))
-            problem = f"letter {layers[0]} would {'' if layers[0] in shared else 'not '}share out the rows of prompts"
+        sharing = {site for site, found in effective.items() if plan.shard and found.role == FULL}
+        if problem is None and set(shared) != sharing:
+            site = min(set(shared) ^ sharing)
+            problem = f"letter {site} would {'' if site in shared else 'not '}share out the rows of prompts"
         if problem is None and selection != plan.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
     except Exception as error:
         effective, problem = {}, _line(error)
-    roles = "".join(effective[layer].role if layer in effective else "-" for layer in range(len(plan.pattern)))
-    return RankReport(plan.pattern.fingerprint, tuple(sorted(effective)), problem, roles, indexers, shared, plan.shard)
+    roles = "".join(effective[site].role if site in effective else "-" for site in range(len(plan.pattern)))
+    return RankReport(
+        fingerprint=plan.pattern.fingerprint,
+        layers=tuple(sorted(effective)),
+        problem=problem,
+        roles=roles,
+        indexers=indexers,
+        shared_rows=shared,
+        shard=plan.shard,
+    )
+
+
+def count_indexers(plan: EnginePlan, runner: Any, draft: bool) -> None:
+    """Count the indexers of a loaded model in its first passes, if its family has them.
+
+    Args:
+        plan: has the pattern.
+        runner: a `ModelRunner`.
+        draft: whether it runs the draft model.
+    """
+    found = list(plan.family.sglang.attentions(runner.model, plan.pattern, draft))
+    if not found:
+        return
+    if draft:
+        counter = Counter(found, "layer of the draft model")
+    else:
+        selects = plan.selects_after < runner.model_config.context_len
+        counter = Counter(found, "letter", plan.selects_after if selects else None)
+    plan.proven.counters.append(counter)
+    counter.begin(kinds_of(runner.server_args, draft))
+
+
+def observe_replays(plan: EnginePlan, runner: Any) -> None:
+    """Count the prompts of a loaded model that are replayed in graphs, where these hold whole indexers.
+
+    Args:
+        plan: has its counters.
+        runner: a `ModelRunner` whose graphs are captured.
+    """
+    graphs = getattr(runner, "prefill_cuda_graph_runner", None)  # 0.5.15 to 0.5.23
+    if graphs is None or graphs is getattr(runner, "eager_runner", None):
+        return
+    for counter in plan.proven.counters:
+        counter.observe_replays(graphs)
 
 
 def check_captured(plan: EnginePlan, runner: Any) -> None:
@@ -200,12 +245,13 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     Raises:
         ProofError: if one did not, on every rank.
     """
-    problem, grouped = None, tuple[int, ...]()
+    problem, grouped, blocks = None, tuple[int, ...](), with_blocks(plan.family.sglang)
     try:
         plan.family.sglang.captured(runner, plan.pattern)
-        if plan.group:
-            plan.family.sglang.group(runner, plan.pattern)
-        grouped = plan.family.sglang.grouped(runner)
+        if blocks is not None:
+            if plan.group:
+                blocks.group(runner, plan.pattern)
+            grouped = blocks.grouped(runner)
     except Exception as error:
         problem = _line(error)
     if not plan.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet

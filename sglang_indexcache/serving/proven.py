@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from sglang_indexcache import __version__
-from sglang_indexcache.errors import ProofError, one_line
+from sglang_indexcache.io.errors import ProofError, one_line
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.counted import Counter
+from sglang_indexcache.version import version
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ProofHolder:
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
             **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
             "source": source,
-            "version": __version__,
+            "version": version(),
             "proven_ranks": self.proof.ranks,
             "proven": self._lost is None,
             **lost,

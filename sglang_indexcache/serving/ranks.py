@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
+from sglang_indexcache.pattern.selection import PatternSelection
 
 Value = TypeVar("Value")
 MEET_VARIABLE = "SGLANG_INDEXCACHE_MEET_SECONDS"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
@@ -28,7 +28,7 @@ class RankReport:
 
     fingerprint: str
     layers: tuple[int, ...]
-    problem: str | None
+    problem: str | None = None
     roles: str = ""
     indexers: tuple[IndexerSetting, ...] = ()
     shared_rows: Mapping[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
     return None
 
 
-def read_back(reports: list[RankReport], selection: Selection | None) -> Pattern:
+def read_back(reports: list[RankReport], selection: PatternSelection | None) -> Pattern:
     """Return the pattern that all ranks together run: for each layer the role that its first rank found."""
     roles = "".join(
         next(role for role in column if role != "-") for column in zip(*(r.roles for r in reports), strict=True)

@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.files.atomic import read_json_object, write_atomically
+from sglang_indexcache.io.atomic import read_json_object, write_atomically
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import LEFT_VARIABLE, PATTERN_VARIABLE, refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.ranks import data_parallel_rank
 from sglang_indexcache.sglang.hooks import refusing
 from sglang_indexcache.sglang.meaning import Meaning, data_parallel_ranks
-from sglang_indexcache.sglang.refusal import LEFT_VARIABLE, PATTERN_VARIABLE, refuse
-from sglang_indexcache.sglang.requested import KEY, asked_of
+from sglang_indexcache.sglang.requested import KEY, amend, request_of
 
-_PROOFS = "proofs"  # key of the folder, beside what the server arguments carry
-_REFUSED = "refused"  # file in it
+_REFUSED = "refused"  # file in the folder
 _LIMIT = 1 << 20
 _kept: list[Path] = []  # folders of the engines that this process has launched
 
@@ -45,9 +44,9 @@ def report(plan: EnginePlan, info: dict[str, Any], scheduler: Any) -> None:
     """
     status = {**plan.proven.status(plan.source), "dp_rank": data_parallel_rank(scheduler)}
     info[KEY] = status
-    folder = asked_of(scheduler.server_args).get(_PROOFS)
-    if folder is not None and Path(folder).is_dir():
-        write_atomically(Path(folder) / f"{uuid4().hex}.json", json.dumps(status))
+    request = request_of(scheduler.server_args)
+    if request is not None and request.proofs is not None and Path(request.proofs).is_dir():
+        write_atomically(Path(request.proofs, f"{uuid4().hex}.json"), json.dumps(status))
 
 
 def launch(plan: EnginePlan, server_args: Any, start: Callable[[], Any]) -> Any:
@@ -82,7 +81,7 @@ def launch_processes(plan: EnginePlan, server_args: Any, start: Callable[[], Any
 
 def _new_folder(server_args: Any) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="indexcache-proofs-"))
-    asked_of(server_args)[_PROOFS] = str(folder)
+    amend(server_args, proofs=str(folder))
     os.environ[LEFT_VARIABLE] = str(folder / _REFUSED)
     return folder
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.pattern_file import PatternFile
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.sglang.refusal import PATTERN_VARIABLE
-from sglang_indexcache.sglang.requested import KEY
+from sglang_indexcache.pattern_file.file import PatternFile
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.sglang.requested import KEY, CarriedPattern, Request
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,32 @@ class PatternRequest:
         return cls(named.text, named.known(), named.file, allow_config_mismatch)
 
     @classmethod
-    def of(cls, asked: dict[str, Any]) -> Self:
-        """Return the pattern of the request `asked` (`requested.asked_of`), which carries it from then on.
+    def of(cls, request: Request) -> Self:
+        """Return the pattern that an engine requests.
 
         Raises:
             IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
         """
-        how = {"shard": asked["shard"], "group": not asked["ungrouped"], "allow_unread": asked["unread"]}
-        if "carried" in asked:
-            return replace(cls._read_back(asked["carried"]), **how)
-        allow, spec, own = asked["allow"], asked["spec"], asked["own"]
-        request = cls.load(own, allow) if isinstance(own, str) else None if own is None else cls._read_back(own)
-        if spec is not None:
-            loaded = cls.load(spec, allow)
-            if request is not None and request.pattern != loaded.pattern:
+        asked, own, carried = request.asked, request.own, request.carried
+        found = cls("the model's own", None)
+        if carried is not None:
+            found = cls(carried.source, Pattern.from_key(carried.key))
+        elif own is not None:
+            found = cls.load(own, asked.allow_mismatch) if isinstance(own, str) else cls._read_back(own)
+        if carried is None and asked.pattern is not None:
+            loaded = cls.load(asked.pattern, asked.allow_mismatch)
+            if own is not None and found.pattern != loaded.pattern:
                 raise IndexCacheError(
                     f"{PATTERN_VARIABLE} asks for {loaded.pattern}, the {KEY} section of the model overrides for"
-                    f" {request.pattern}; expected one of them"
+                    f" {found.pattern}; expected one of them"
                 )
-            request = loaded
-        if request is None:
-            return cls("the model's own", None, **how)
-        assert request.pattern is not None
-        asked["carried"] = {"source": request.source, "pattern": request.pattern.key}
-        return replace(request, **how)
+            found = loaded
+        return replace(found, shard=asked.shard, group=not asked.ungrouped, allow_unread=asked.allow_unread)
+
+    @property
+    def carried(self) -> CarriedPattern | None:
+        """The form of the pattern in server arguments; `None` for the model's own."""
+        return None if self.pattern is None else CarriedPattern(source=self.source, key=self.pattern.key)
 
     @classmethod
     def _read_back(cls, section: Any) -> Self:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.errors import IndexCacheError, ProofError
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.refusal import refuse
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import agree, indexer_tensors, look_at, mark_unloaded
 from sglang_indexcache.serving.ranks import first_problem
-from sglang_indexcache.sglang.refusal import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor

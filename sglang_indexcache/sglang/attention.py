@@ -30,8 +30,8 @@ class CountedAttention:
     in_graphs: bool = False
 
 
-class Watched:
-    """A method of one object that is watched for a while: it stands on the object, and calls what stood there.
+class Observed:
+    """A method of one object that is observed for a while: it stands on the object, and calls what stood there.
 
     Args:
         owner: the object.
@@ -58,9 +58,9 @@ class Watched:
                 setattr(self._owner, self._name, self.before)
 
 
-def unwatched(placed: Any) -> Any:
-    """Return what stands on an object below a `Watched`; `None` for nothing."""
-    while isinstance(placed, Watched):
+def unobserved(placed: Any) -> Any:
+    """Return what stands on an object below an `Observed`; `None` for nothing."""
+    while isinstance(placed, Observed):
         placed = placed.before
     return placed
 

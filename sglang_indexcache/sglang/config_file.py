@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from sglang_indexcache.errors import FileError
-from sglang_indexcache.files.atomic import read_regular
+from sglang_indexcache.io.atomic import read_regular
+from sglang_indexcache.io.errors import FileError
 from sglang_indexcache.sglang.options import OptionError, OptionParser, own_merger, quiet
 
 FLAG = "--config"

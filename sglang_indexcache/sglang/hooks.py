@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.refusal import refuse, refuse_unforeseen
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
-from sglang_indexcache.sglang.refusal import refuse, refuse_unforeseen
 
 
 def refusing(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
         theirs: list[Exception] = []
 
         @functools.wraps(original)
-        def watched(*inner: Any, **named: Any) -> Any:
+        def observed(*inner: Any, **named: Any) -> Any:
             try:
                 return original(*inner, **named)
             except Exception as error:
@@ -45,7 +45,7 @@ def refusing_around(hook: Callable[..., Any]) -> Callable[..., Any]:
                 raise
 
         try:
-            return hook(watched, *args, **kwargs)
+            return hook(observed, *args, **kwargs)
         except Exception as error:
             if any(error is other for other in theirs):
                 raise

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.sglang import config_file
 from sglang_indexcache.sglang.options import OptionError, OptionParser, installed_parser, parser_of, quiet, versions
 from sglang_indexcache.sglang.probes import SglangSource

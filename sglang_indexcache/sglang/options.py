@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 
 _TABLE = Path(__file__).with_name("options.json")
 _TYPES = {"int": int, "float": float, "json.loads": json.loads}

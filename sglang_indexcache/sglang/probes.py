@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.sglang.read_sources import READ, digest
 
 
@@ -156,7 +156,7 @@ DIVERGENCE = Feature("kl", "KL to the baseline, computed in the engine", (LOGITS
 SAMPLING = Feature(
     "overlap", "index overlap of the layers on a live server", (FORWARD, REQUEST_IDS, CAPTURER, CAPTURE), "not measured"
 )
-WATCH_UPDATES = Feature(
+OBSERVE_UPDATES = Feature(
     "updates",
     "weights that are updated while a server runs are proven again, or known not to be proven",
     UPDATES[:6],
@@ -170,7 +170,7 @@ WARMED = Feature(
 )
 RAY = Feature("ray", "schedulers that are Ray actors and load plugins", (RAY_ACTOR,), "no server with --use-ray")
 FEATURES = (
-    *(SERVE, PROVE, WEIGHTS, WARMED, WATCH_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
+    *(SERVE, PROVE, WEIGHTS, WARMED, OBSERVE_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
     *(CALIBRATE, DIVERGENCE, SAMPLING),
 )
 REQUIRED = (SERVE, PROVE, WEIGHTS)

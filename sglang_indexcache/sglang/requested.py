@@ -8,72 +8,94 @@ imports nothing that could be missing, since it also runs for engines without a 
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from sglang_indexcache.sglang.refusal import (
-    ALLOW_MISMATCH_VARIABLE,
-    CALIBRATE_VARIABLE,
-    GROUPING_VARIABLE,
-    PATTERN_VARIABLE,
-    SHARD_VARIABLE,
-    UNREAD_VARIABLE,
-    refuse,
-)
+from sglang_indexcache.io.refusal import CALIBRATE_VARIABLE, refuse
+from sglang_indexcache.sglang.asked import Asked, environment_asks
 
 CALIBRATION_KEY = "indexcache_calibration"  # in /server_info of a calibration server
 KEY = "indexcache"  # in SGLang's model overrides, in /server_info and in what a scheduler says when it is ready
 ATTRIBUTE = "_indexcache"  # SGLang seals and shows the fields of its server arguments; others are pickled along
-_OFF = ("", "0")  # values of a variable that is off
-_REQUESTED = ("calibrate", "spec", "own", "allow", "shard", "ungrouped", "unread")
+_UNDECIDED = object()
 _MEMOS = ("_model_config", "model_config")  # SGLang makes them of server arguments, with the pattern in them
 
 
-def environment_asks() -> bool:
-    """Return whether the environment requests anything now."""
-    on = (os.environ.get(variable, "") not in _OFF for variable in (CALIBRATE_VARIABLE, SHARD_VARIABLE))
-    return bool(os.environ.get(PATTERN_VARIABLE)) or any(on)
+@dataclass(frozen=True, kw_only=True)
+class CarriedPattern:
+    """A pattern that the process of the launch has read and checked, for the others.
+
+    Attributes:
+        source: the file and retention, or the letters; of a file on the hub, with its commit.
+        key: `Pattern.key` of it.
+    """
+
+    source: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The request of one engine; two are equal if they ask for the same.
+
+    Attributes:
+        asked: what the environment of the launch asks for.
+        own: the section of the engine's own model overrides, as it was parsed; `None` without one.
+        engine: name of the engine, which no other has.
+        carried: the pattern that was read; `None` before, and where it is the model's own.
+        proofs: folder in which schedulers leave their proofs; `None` before the launch.
+        launched: whether an engine was launched with it.
+    """
+
+    asked: Asked
+    own: Any = None
+    engine: str = field(default_factory=lambda: uuid4().hex, compare=False)
+    carried: CarriedPattern | None = field(default=None, compare=False)
+    proofs: str | None = field(default=None, compare=False)
+    launched: bool = field(default=False, compare=False)
 
 
 def is_decided(server_args: Any) -> bool:
     """Return whether the request of the engine with these server arguments is decided."""
-    return getattr(server_args, ATTRIBUTE, None) is not None
+    return getattr(server_args, ATTRIBUTE, _UNDECIDED) is not _UNDECIDED
 
 
-def asked_of(server_args: Any) -> dict[str, Any]:
-    """Return the request of the engine with these server arguments; empty without one.
+def request_of(server_args: Any) -> Request | None:
+    """Return the request of the engine with these server arguments; `None` without one.
 
     A request that contradicts itself ends the process.
     """
-    asked: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
-    if asked is None:
-        asked = _decide(server_args)
-        setattr(server_args, ATTRIBUTE, asked)
-    return asked
+    if not is_decided(server_args):
+        setattr(server_args, ATTRIBUTE, _decide(server_args))
+    request: Request | None = getattr(server_args, ATTRIBUTE)
+    return request
 
 
 def allows_unread(server_args: Any) -> bool:
     """Return whether the engine with these server arguments may replace methods whose source nobody has read."""
-    asked: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
-    return bool(asked and asked.get("unread"))
+    request: Request | None = getattr(server_args, ATTRIBUTE, None)
+    return request is not None and request.asked.allow_unread
 
 
-def ask_again(server_args: Any) -> dict[str, Any]:
+def amend(server_args: Any, **changes: Any) -> None:
+    """Change attributes of the request that these server arguments carry; without a request do nothing."""
+    request = request_of(server_args)
+    if request is not None:
+        setattr(server_args, ATTRIBUTE, replace(request, **changes))
+
+
+def request_again(server_args: Any) -> Request | None:
     """Decide the request of an engine at its launch: server arguments of an earlier engine may be used again."""
-    before: dict[str, Any] | None = getattr(server_args, ATTRIBUTE, None)
-    asked = _decide(server_args)
-    same = before is not None and all(before.get(name) == asked.get(name) for name in _REQUESTED)
-    if before is None or not same or "launched" in before:
-        setattr(server_args, ATTRIBUTE, asked)
-        if before is not None and not same:
-            for memo in _MEMOS:
-                getattr(server_args, "__dict__", {}).pop(memo, None)
-    else:
-        asked = before
-    if asked:
-        asked["launched"] = True
-    return asked
+    before = request_of(server_args) if is_decided(server_args) else _UNDECIDED
+    request = _decide(server_args)
+    if before != request:
+        for memo in _MEMOS if before is not _UNDECIDED else ():
+            getattr(server_args, "__dict__", {}).pop(memo, None)
+    if before != request or (isinstance(before, Request) and before.launched):
+        setattr(server_args, ATTRIBUTE, request)
+    amend(server_args, launched=True)
+    return request_of(server_args)
 
 
 def refuse_unasked(launched: Any) -> None:
@@ -88,36 +110,14 @@ def refuse_unasked(launched: Any) -> None:
                 refuse(f"a scheduler runs {info[KEY].get('pattern')}, but its engine was not asked for a pattern")
 
 
-def _decide(server_args: Any) -> dict[str, Any]:
-    spec, calibrate = os.environ.get(PATTERN_VARIABLE) or None, _is_on(CALIBRATE_VARIABLE)
-    own, shard = _own_section(server_args), _is_on(SHARD_VARIABLE)
-    if spec and calibrate:
-        refuse(f"{PATTERN_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
-    if shard and calibrate:
-        refuse(f"{SHARD_VARIABLE} and {CALIBRATE_VARIABLE} are set, expected one of them")
-    if calibrate and own is not None:
+def _decide(server_args: Any) -> Request | None:
+    own = _own_section(server_args)
+    if own is None and not environment_asks():
+        return None
+    asked = Asked.of_environment()
+    if asked.calibrate and own is not None:
         refuse(f"{CALIBRATE_VARIABLE} is set and the model overrides have an {KEY} section, expected one of them")
-    if not calibrate and spec is None and own is None and not shard:
-        return {}
-    allow = _is_on(ALLOW_MISMATCH_VARIABLE)
-    return {
-        "engine": uuid4().hex,
-        "calibrate": calibrate,
-        "spec": spec,
-        "own": own,
-        "allow": allow,
-        "shard": shard,
-        "ungrouped": _is_on(GROUPING_VARIABLE),
-        "unread": _is_on(UNREAD_VARIABLE),
-    }
-
-
-def _is_on(variable: str) -> bool:
-    """Return whether a variable is `1`; end the process if it is anything but that, `0` or empty."""
-    value = os.environ.get(variable, "")
-    if value not in (*_OFF, "1"):
-        refuse(f"{variable} is {value!r}, expected 1 or 0")
-    return value == "1"
+    return Request(asked=asked, own=own)
 
 
 def _own_section(server_args: Any) -> Any:

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import pytest
 
 from sglang_indexcache import IndexCacheError
-from sglang_indexcache.http import redaction
 from sglang_indexcache.http.address import Address, AddressError
-from sglang_indexcache.http.redaction import keep_secret, redacted
+from sglang_indexcache.io import redaction
+from sglang_indexcache.io.redaction import keep_secret, redacted
 from sglang_indexcache.process import exit_line
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.checkpoint.checkpoint import weights_digest
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.model.checkpoint import weights_digest
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.sglang.probes import SglangSource
 
 GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", "model_path": "x"}

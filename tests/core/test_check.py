@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import FileError, ModelConfigError, SpellingError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.families.dsa.spellings import indexer_types
-from sglang_indexcache.model.checkpoint import Checkpoint
-from sglang_indexcache.sglang.overrides import parse_overrides
+from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.errors import FileError, ModelConfigError, SpellingError
+from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config, tiny_v4_config
 
@@ -121,7 +121,7 @@ def test_other_models_and_lengths_are_problems(
     model: Path, write_file: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = problems([write_file(Pattern("FSSFS")), "--model", str(model)], capsys)
-    assert lines[0] == "problem: pattern has 5 letters, model has 6 DSA layers"
+    assert lines[0] == "problem: pattern has 5 letters, model has 6 layers that select"
     other = write_file(config=tiny_config(index_topk=16))
     [line] = problems([other, "--model", str(model)], capsys)
     assert line == (

@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from indexcache_dense.family import DENSE_GQA
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import Selection
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import Selection
-from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, RAN, REFUSED
-from sglang_indexcache.serving.judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.io import refusal
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.serving.combinations import COMBINATIONS
+from sglang_indexcache.serving.launch_judge import family_in, judge, proven_first, verdicts
+from sglang_indexcache.sglang.asked import LaunchError
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.options import parser_of
 from tests.conftest import tiny_config
@@ -33,7 +36,7 @@ COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, sc
 
 def states(line: str, pattern: Pattern = SHARED, shard: bool = False) -> dict[str, str]:
     """Verdicts of a line on a CPU, where nothing is on by default."""
-    found = verdicts(pattern, DSA, on_cpu(line), shard)
+    found = verdicts(pattern, DSA, on_cpu(line), shard=shard)
     return {verdict.name: verdict.state for verdict in found}
 
 
@@ -142,13 +145,13 @@ def test_what_ran_with_f_and_s_on_dsa_models_is_said_of_nothing_else() -> None:
         (SHARED, DSA, True),
         (SHARED, DEEPSEEK_V4, False),
     ):
-        [found] = verdicts(pattern, family, line, shard)
+        [found] = verdicts(pattern, family, line, shard=shard)
         assert found.state == NOT_RUN and found.why.startswith("compared with F and S on DSA models alone: SGLang")
 
 
 def test_the_page_has_every_combination() -> None:
     page = PAGE.read_text()
-    for item in COMBINATIONS:
+    for item in (*COMBINATIONS, *DENSE_GQA.sglang.combinations()):
         flags, verdict = ", ".join(f"`{flag}`" for flag in item.flags), item.verdict
         assert f"| {item.name} | {flags} | {verdict.state} | {verdict.why} |\n" in page, item.name
 
@@ -172,13 +175,13 @@ def test_the_launcher_says_it_before_sglang_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_server, "check_plugin_is_found", lambda: None)
-    monkeypatch.setenv(launch_server.PATTERN_VARIABLE, "")
-    monkeypatch.setenv(launch_server.ALLOW_MISMATCH_VARIABLE, "")
+    monkeypatch.setenv(refusal.PATTERN_VARIABLE, "")
+    monkeypatch.setenv(refusal.ALLOW_MISMATCH_VARIABLE, "")
     launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2", "--device", "cpu"])
     notes = capsys.readouterr().err.splitlines()
     assert all(note.startswith("note from indexcache: ") for note in notes)
     assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 3
-    with pytest.raises(launch_server.LaunchError, match="--enable-flexkv can't be combined with a pattern"):
+    with pytest.raises(LaunchError, match="--enable-flexkv can't be combined with a pattern"):
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])
     assert capsys.readouterr().err == ""

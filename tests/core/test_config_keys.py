@@ -13,11 +13,11 @@ from transformers import AutoConfig
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError, PatternFileError
-from sglang_indexcache.families import FAMILIES, describe, family_of
+from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.families.refused import REFUSED
+from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, PatternFileError
 from sglang_indexcache.model.config_keys import differing
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
@@ -190,7 +190,7 @@ def test_a_model_type_of_another_model_is_refused() -> None:
         describe({**tiny_dense_config(), "model_type": "granite"}, "tiny")
 
 
-@pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.checkpoint.keys])
+@pytest.mark.parametrize("architecture", [name for family in known_families() for name in family.checkpoint.keys])
 def test_every_key_of_transformers_class_is_known_with_its_default(architecture: str) -> None:
     keys = family_of(architecture).checkpoint.keys[architecture]
     blank = AutoConfig.for_model(keys.model_type)
@@ -258,7 +258,7 @@ def test_entries_of_nextn_layers_are_read_by_nobody(key: str) -> None:
     model = describe(tiny_config(**{key: longer}, num_nextn_predict_layers=1), "glm")
     assert model.native.roles == "FFSFSS"
     for more in ({}, {"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": True}):
-        with pytest.raises(ModelConfigError, match="7 letters, model has 6 DSA layers"):
+        with pytest.raises(ModelConfigError, match="7 letters, model has 6 layers that select"):
             describe(tiny_config(**{key: longer}, **more), "glm")
 
 

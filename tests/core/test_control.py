@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,12 @@ from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence
+from sglang_indexcache.calibration.measure import Action, Measure
 from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
-from sglang_indexcache.calibration.selections import Selections
-from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.families.dsa.sglang import DsaSglang
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.needs import RULE
+from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.sglang.probes import SglangSource
 
 LAYERS = 6
@@ -66,15 +65,14 @@ def _no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def controller(
-    divergence: Divergence | None = None, overlap: Overlap | None = None, family: Family | None = None
+    divergence: Divergence | None = None, overlap: Overlap | None = None, added: Sequence[Measure] = ()
 ) -> Controller:
+    """One on an SGLang that has the places for the given measures alone."""
     calibration = Calibration(SglangSource(Path(), "0.0"))
-    calibration._family, calibration.pattern, calibration.config_sha256 = family or DSA, NATIVE, "digest"
-    calibration.has = lambda feature: feature is not None  # type: ignore[method-assign]  # whatever is installed
-    measures: dict[str, Any] = {} if divergence is None else {"kl": divergence}
-    if overlap is not None:
-        measures |= {"overlap": overlap, "misses": Selections(calibration)}
-    return Controller(calibration, measures)
+    calibration._family, calibration.pattern, calibration.config_sha256 = DSA, NATIVE, "digest"
+    given = [measure.feature for measure in (divergence, overlap, *added) if measure is not None]
+    calibration.has = lambda feature: feature in given  # type: ignore[method-assign]
+    return Controller(calibration, (divergence or Divergence(1), overlap or Overlap(), *added))
 
 
 def ask(scheduler: Scheduler, action: str, control: Controller | None = None, **body: Any) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def test_switching_is_two_attributes_a_layer_and_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("FSSF", "pattern has 4 letters, model has 6 DSA layers"),
+        ("FSSF", "pattern has 4 letters, model has 6 layers that select"),
         ("FFFFFF", "layer 4"),
         ("SFFFSF", "begins with S"),
         (None, "pattern is NoneType, expected a string"),
@@ -165,17 +163,13 @@ def test_a_rank_that_does_not_run_what_its_configuration_says_ends(capsys: pytes
 @pytest.mark.parametrize(
     ("action", "body", "message"),
     [
-        ("explode", {}, "action is 'explode', expected status, check, switch, baseline, kl, sample, overlap, record"),
+        ("explode", {}, "action is 'explode', expected status, check, switch, baseline, kl, sample, overlap"),
         ("baseline", {"data": "x"}, "ranges are None, expected"),
         ("baseline", {"data": "x", "ranges": [[3, 3]]}, "a range is empty"),
         ("baseline", {"data": "x", "ranges": [[0, 10**12]]}, "GB of host memory on each rank, allowed are 1"),
         ("kl", {}, "requests is missing"),
         ("kl", {"requests": {"indexcache:kl:0::n": [[1, 2]]}}, "it was not run"),
         ("sample", {"positions": "all"}, "positions is missing"),
-        ("record", {}, "first is 0 and tokens 0, expected 0 < first < tokens"),
-        ("record", {"first": 8, "tokens": 8}, "first is 8 and tokens 8"),
-        ("misses", {}, "sizes is missing, expected a list of tokens"),
-        ("misses", {"sizes": [16, 0]}, "sizes is missing"),
     ],
 )
 def test_requests_that_make_no_sense(action: str, body: dict[str, Any], message: str) -> None:
@@ -184,7 +178,7 @@ def test_requests_that_make_no_sense(action: str, body: dict[str, Any], message:
 
 
 def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
-    assert ask(Scheduler(), "status", controller(Divergence(1), Overlap()))["measures"] == ["kl", "overlap", "misses"]
+    assert ask(Scheduler(), "status", controller(Divergence(1), Overlap()))["measures"] == ["kl", "overlap"]
     assert ask(Scheduler(), "status", controller(Divergence(1)))["measures"] == ["kl"]
     stage = Scheduler(stage=range(3))
     control = controller(Divergence(1), Overlap())
@@ -194,18 +188,36 @@ def test_what_can_be_measured_is_said_and_the_rest_refused() -> None:
             ask(scheduler, "baseline", asked, data="x", ranges=[[0, 1]])
         with pytest.raises(IndexCacheError, match="index overlap is not measured"):
             ask(scheduler, "sample", asked, positions=[3])
-        with pytest.raises(IndexCacheError, match="selections are not recorded of this model"):
-            ask(scheduler, "record", asked, first=3, tokens=9)
 
 
-def test_a_family_that_cannot_tell_positions_records_nothing() -> None:
-    class Untold(DsaSglang):
-        selection_capture = None
+class Heads(Measure):
+    """What another package may measure; of this model it can't."""
 
-    control = controller(Divergence(1), Overlap(), replace(DSA, sglang=Untold(DSA.checkpoint)))
-    assert ask(Scheduler(), "status", control)["measures"] == ["kl", "overlap"]
-    with pytest.raises(IndexCacheError, match="selections are not recorded of this model"):
-        ask(Scheduler(), "misses", control, sizes=[4])
+    name, feature, refusal = "heads", RULE, "heads are not counted of this model"
+
+    def __init__(self, fitting: bool = True) -> None:
+        self.fitting, self.baseline = fitting, list[bool]()
+
+    def actions(self) -> dict[str, Action]:
+        return {"heads": lambda calibration, runner, body: {"heads": [body["layer"], calibration.family.name]}}
+
+    def fits(self, calibration: Calibration) -> bool:
+        return self.fitting
+
+    def switched(self, is_baseline: bool) -> None:
+        self.baseline.append(is_baseline)
+
+
+def test_a_measure_of_another_package_is_asked_for_as_the_others() -> None:
+    heads = Heads()
+    control, scheduler = controller(Divergence(1), added=[heads]), Scheduler()
+    assert ask(scheduler, "heads", control, layer=3)["heads"] == [3, "dsa"]
+    assert ask(scheduler, "switch", control, pattern="FSSFSS")["measures"] == ["kl", "heads"]
+    assert heads.baseline == [False]
+    for asked, other in ((controller(added=[Heads(False)]), scheduler), (control, Scheduler(stage=range(3)))):
+        assert "heads" not in ask(other, "status", asked)["measures"]
+        with pytest.raises(IndexCacheError, match="heads are not counted of this model"):
+            ask(other, "heads", asked, layer=3)
 
 
 def test_switching_tells_what_is_kept_which_pattern_runs() -> None:

@@ -16,10 +16,10 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.serving import counted
+from sglang_indexcache.serving import counted, proof
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
-from sglang_indexcache.sglang.attention import Watched, unwatched
+from sglang_indexcache.sglang.attention import Observed, unobserved
 
 PATTERN = Pattern("FSSF")
 
@@ -287,7 +287,7 @@ class Graphs:
 
 def watched_graphs(counter: Counter, graphs: Any, eager: Any = None) -> None:
     plan = SimpleNamespace(proven=SimpleNamespace(counters=[counter]))
-    counted.watch_replays(plan, SimpleNamespace(prefill_cuda_graph_runner=graphs, eager_runner=eager))  # type: ignore
+    proof.observe_replays(plan, SimpleNamespace(prefill_cuda_graph_runner=graphs, eager_runner=eager))  # type: ignore
 
 
 def test_prompts_of_deepseek_v4_that_are_replayed_in_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_prompts_of_deepseek_v4_that_are_replayed_in_graphs_are_counted(monkeypa
     with monkeypatch.context() as capturing:
         capturing.setattr(counted, "_capturing", lambda: True)
         model.run_prompt()
-    counter.watch_replays(graphs)
+    counter.observe_replays(graphs)
     for tokens in (3, 65):
         assert graphs.execute(batch_like("EXTEND", tokens), pp_proxy_tensors=None) == "logits"
     graphs.execute(batch_like("TARGET_VERIFY", 65))
@@ -426,18 +426,18 @@ def test_graphs_of_prompts_that_are_replayed_are_counted(capsys: pytest.CaptureF
 
 def test_what_is_watched_goes_back_to_what_stood_there() -> None:
     indexer, calls = Indexer(), list[Any]()
-    watched = [Watched(indexer, "_get_topk_ragged", lambda *args: calls.append(args)) for _ in range(2)]
+    observed = [Observed(indexer, "_get_topk_ragged", lambda *args: calls.append(args)) for _ in range(2)]
     assert indexer._get_topk_ragged(False, None) == "selected" and len(calls) == 2
-    assert unwatched(vars(indexer)["_get_topk_ragged"]) is None
-    watched[1].remove()
-    watched[0].remove()
+    assert unobserved(vars(indexer)["_get_topk_ragged"]) is None
+    observed[1].remove()
+    observed[0].remove()
     assert "_get_topk_ragged" not in vars(indexer)
     placed = vars(indexer)["_get_topk_ragged"] = lambda *args: "placed"
-    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
-    assert indexer._get_topk_ragged(False, None) == "placed" and unwatched(indexer._get_topk_ragged) is placed
+    found = Observed(indexer, "_get_topk_ragged", lambda *args: None)
+    assert indexer._get_topk_ragged(False, None) == "placed" and unobserved(indexer._get_topk_ragged) is placed
     found.remove()
     assert indexer._get_topk_ragged is placed
-    found = Watched(indexer, "_get_topk_ragged", lambda *args: None)
+    found = Observed(indexer, "_get_topk_ragged", lambda *args: None)
     vars(indexer)["_get_topk_ragged"] = print  # somebody else's, who came later
     found.remove()
     assert vars(indexer)["_get_topk_ragged"] is print

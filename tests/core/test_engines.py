@@ -16,9 +16,9 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving import engines
-from sglang_indexcache.sglang import refusal
 from tests import fake_sglang
 from tests.conftest import tiny_config
 
@@ -157,7 +157,7 @@ def test_engines_that_are_launched_in_threads(process: Process) -> None:
         ({}, {"pattern": "FSSFSS"}, {}, "the indexcache section of the model overrides is not a pattern, nor its"),
         ({}, 5, {}, "the indexcache section of the model overrides is not a pattern"),
         ({ASK: "no.yaml@1/2"}, None, {}, "no.yaml: No such file or directory"),
-        ({ASK: "FSSF"}, None, {}, "pattern has 4 letters, model has 6 DSA layers"),
+        ({ASK: "FSSF"}, None, {}, "pattern has 4 letters, model has 6 layers that select"),
         ({ASK: "FSSFSS"}, None, {"use_ray": True}, "--use-ray can't be combined with a pattern on this SGLang: needs"),
         ({CALIBRATE: "1"}, None, {"use_ray": True}, "--use-ray can't be combined with calibration on this SGLang"),
     ],

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from indexcache_kernels.grouped_attention import naive
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dsa import DSA, blocks, grouped
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.dsa.blocks import grouped
+from sglang_indexcache.families.dsa.blocks import selection as blocks
+from sglang_indexcache.io.errors import ProofError
 from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, sglang_modules
 
 __all__ = ["sglang_modules"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile, launch_server
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import PatternFileError
-from sglang_indexcache.files.hub import HubFile
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import PatternSpec
-from sglang_indexcache.files.strict_yaml import MAX_BYTES
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.errors import PatternFileError
+from sglang_indexcache.io.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
+from sglang_indexcache.io.strict_yaml import MAX_BYTES
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.hub import HubFile
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.requested import Request
 from tests.conftest import tiny_config
 from tests.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, serving, use
 
@@ -203,11 +206,12 @@ def test_check_says_which_commit_it_read(hub: FakeHub, tmp_path: Path, capsys: p
 
 def test_an_engine_carries_the_commit(hub: FakeHub) -> None:
     """The main process reads the file once; schedulers get letters, and the name with the commit for their status."""
-    asked = {"spec": f"{NAME}@1/3", "own": None, "allow": False, "shard": False, "ungrouped": False, "unread": False}
-    assert PatternRequest.of(asked).source == f"{PINNED}@1/3"
+    request = Request(asked=Asked(pattern=f"{NAME}@1/3"))
+    read = PatternRequest.of(request)
+    assert read.source == f"{PINNED}@1/3"
     hub.requests.clear()
     hub.put("org/name", "pattern.yaml", content("FFFSSS", "FFSSSS"), OTHER_COMMIT)
-    carried = PatternRequest.of(asked)
+    carried = PatternRequest.of(replace(request, carried=read.carried))
     assert carried.source == f"{PINNED}@1/3" and str(carried.pattern) == "FSSFSS" and not hub.requests
 
 

@@ -10,9 +10,9 @@ import pytest
 from transformers import GenerationConfig
 
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.refused import refusal
+from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
 from sglang_indexcache.model.incidental import INCIDENTAL, is_incidental
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
@@ -140,7 +140,7 @@ def test_vllms_switch_is_none_of_sglangs() -> None:
         ({**tiny_v4_config(), "architectures": ["DeepseekV32ForCausalLM"]}, "labelled DeepseekV32ForCausalLM, and has"),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "index_topk": None},
-            "its latent attention \\(MLA\\) is dense; indexcache-distill trains indexers",
+            "its latent attention \\(MLA\\) is dense; docs/distill.md says how indexers are trained",
         ),
         (
             tiny_config(architectures=[]),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import FileError
-from sglang_indexcache.files.atomic import read_json_object
+from sglang_indexcache.io.atomic import read_json_object
+from sglang_indexcache.io.errors import FileError
 from tests.conftest import tiny_config
 
 GOOD = json.dumps({**tiny_config(), "name": "é \\ n", "eps": 1e-06, "off": False}, ensure_ascii=False, indent=2)

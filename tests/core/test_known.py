@@ -11,9 +11,9 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import PatternFileError
-from sglang_indexcache.known.patterns import KnownPattern, known_patterns
-from sglang_indexcache.known.warnings import evenly_spaced, provenance, warnings_about
+from sglang_indexcache.io.errors import PatternFileError
+from sglang_indexcache.pattern_file.known import KnownPattern, known_patterns
+from sglang_indexcache.pattern_file.warnings import evenly_spaced, provenance, warnings_about
 from tests.conftest import tiny_config
 from tests.core.test_pattern_file import GOOD
 

@@ -13,10 +13,11 @@ import yaml
 
 import sglang_indexcache.sglang.options as options_module
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.families.combination import NOT_RUN, UNJUDGED
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.serving.combinations import COMBINATIONS, NOT_RUN, PLAIN, UNJUDGED
-from sglang_indexcache.serving.judge import judge, verdicts
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN
+from sglang_indexcache.serving.launch_judge import judge, verdicts
 from sglang_indexcache.sglang import config_file, launch_line
 from sglang_indexcache.sglang.harmless import HARMLESS
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import launch_server
-from sglang_indexcache.errors import ModelConfigError
-from sglang_indexcache.launch_server import Arguments, LaunchError, check_plugin_is_found, split_arguments
-from sglang_indexcache.sglang import refusal
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ModelConfigError
+from sglang_indexcache.launch_server import check_plugin_is_found
+from sglang_indexcache.sglang.asked import Asked, LaunchError, split_arguments
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
@@ -22,22 +23,26 @@ HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--tp", "8"], (None, False, False, ("--tp", "8"))),
-        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ("a@1/4", False, False, ("--tp", "8"))),
-        (["--tp=8", "--indexcache-pattern=a"], ("a", False, False, ("--tp=8",))),
-        (["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"], ("a", True, False, ())),
-        (["--indexcache-calibrate", "--tp", "8"], (None, False, True, ("--tp", "8"))),
-        (["--indexcache-shard-indexers", "--tp", "8"], (None, False, False, ("--tp", "8"), True)),
-        (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ("a", False, False, (), True)),
-        (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ("a", False, False, (), False, True)),
+        (["--tp", "8"], ({}, ("--tp", "8"))),
+        (["--indexcache-pattern", "a@1/4", "--tp", "8"], ({"pattern": "a@1/4"}, ("--tp", "8"))),
+        (["--tp=8", "--indexcache-pattern=a"], ({"pattern": "a"}, ("--tp=8",))),
+        (
+            ["--indexcache-allow-config-mismatch", "--indexcache-pattern", "a"],
+            ({"pattern": "a", "allow_mismatch": True}, ()),
+        ),
+        (["--indexcache-calibrate", "--tp", "8"], ({"calibrate": True}, ("--tp", "8"))),
+        (["--indexcache-shard-indexers", "--tp", "8"], ({"shard": True}, ("--tp", "8"))),
+        (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ({"pattern": "a", "shard": True}, ())),
+        (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ({"pattern": "a", "ungrouped": True}, ())),
         (
             ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
-            ("a", False, False, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
+            ({"pattern": "a"}, ("--json-model", '{"a": -1}', "--json-model={}", "--config", "-c.yaml")),
         ),
     ],
 )
 def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
-    assert split_arguments(arguments) == Arguments(*expected)
+    asked, rest = split_arguments(arguments)
+    assert (asked, rest) == (Asked(**expected[0]), expected[1])
 
 
 @pytest.mark.parametrize(

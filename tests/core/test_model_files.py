@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from sglang_indexcache.errors import FileError, ModelConfigError
-from sglang_indexcache.files import digest as module
-from sglang_indexcache.files.digest import file_digest, side_by_side
-from sglang_indexcache.model.checkpoint import weights_digest
+from sglang_indexcache.checkpoint.checkpoint import weights_digest
+from sglang_indexcache.io import digest as module
+from sglang_indexcache.io.digest import file_digest, side_by_side
+from sglang_indexcache.io.errors import FileError, ModelConfigError
 from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
 
 HOUR = 3600

@@ -13,9 +13,9 @@ from indexcache_search.engines.own_server import own_server
 from indexcache_search.errors import SearchError
 from indexcache_search.hf import loading
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import ModelConfigError
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config, weights_digest
 from sglang_indexcache.families import describe
-from sglang_indexcache.model.checkpoint import Checkpoint, read_config, weights_digest
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.name import ModelName, at_revision
 from tests.conftest import tiny_config, tiny_dense_config
 

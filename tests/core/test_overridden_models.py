@@ -14,10 +14,10 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.overrides import FLAG, merged
+from sglang_indexcache.sglang.override_flag import FLAG, merged
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 

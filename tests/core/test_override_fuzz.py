@@ -12,7 +12,7 @@ import pytest
 
 from sglang_indexcache.check import main
 from sglang_indexcache.families.dsa.rules import GLM
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import tiny_config
 from tests.override_spellings import LAYERS, V32, VERSIONS, case, letters, odd_keys, slow
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern import full_layer_count, parse_retention, uniform_pattern
 
 ROLES = st.text(alphabet="FS", max_size=90).map(lambda tail: "F" + tail)
@@ -84,7 +84,7 @@ def test_uniform_phase_shifts() -> None:
 
 def test_check_fits_names_length_and_locked_layers() -> None:
     Pattern("FSFS").check_fits(4, locked=[1, 3])
-    with pytest.raises(PatternError, match="pattern has 4 letters, model has 5 DSA layers"):
+    with pytest.raises(PatternError, match="pattern has 4 letters, model has 5 layers that select"):
         Pattern("FSFS").check_fits(5)
     with pytest.raises(PatternError, match="F for layer 2, but the checkpoint has no indexer"):
         Pattern("FSFS").check_fits(4, locked=[1, 2])

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternError, PatternFileError, is_hidden
 from sglang_indexcache.families import describe
+from sglang_indexcache.io.errors import PatternError, PatternFileError, is_hidden
 from tests.conftest import tiny_config
 
 GOOD = """\
@@ -165,7 +165,7 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (edited(search__speed=1), "search.speed: unknown key"),
         (edited(trajectory__0__note="x"), "trajectory[0].note: unknown key"),
         (edited(model__num_layers="8"), "model.num_layers: found '8', expected: a valid integer"),
-        (edited(model__num_layers=9), "pattern has 8 letters, model has 9 DSA layers"),
+        (edited(model__num_layers=9), "pattern has 8 letters, model has 9 layers that select"),
         (edited(model__config_sha256="abc"), "model.config_sha256: found 'abc'"),
         (edited(model__locked_layers=[0]), "model.locked_layers: found 0, expected 1 to 7"),
         (edited(model__locked_layers=[5]), "F for layer 5, but the checkpoint has no indexer there"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sglang_indexcache.check import main
-from sglang_indexcache.families import FAMILIES
+from sglang_indexcache.checkpoint.environment import Environment, family_features
+from sglang_indexcache.families import known_families
 from sglang_indexcache.sglang import probes
-from sglang_indexcache.sglang.environment import Environment, family_features
 from sglang_indexcache.sglang.probes import FEATURES, Feature, Need, SglangError, SglangSource
 
 
@@ -60,7 +60,7 @@ def test_each_missing_place_refuses_the_features_that_need_it(need: Need, tmp_pa
         if reason is not None:
             assert reason.startswith("needs ") and need.module in reason and "SGLang unknown" in reason
     required = any(need in feature.needs for feature in probes.REQUIRED)
-    required |= all(need in family.sglang.serving.needs for family in FAMILIES)
+    required |= all(need in family.sglang.serving.needs for family in known_families())
     assert Environment.of(source).can_serve != required
 
 
@@ -90,7 +90,7 @@ def test_an_sglang_that_does_it_by_itself_is_refused(tmp_path: Path) -> None:
     assert SglangSource.at(tmp_path).missing(need) == (
         "SGLang unknown reads index_topk_pattern in sglang.srt.x.A itself, which this plugin does not know yet"
     )
-    serving = next(family.sglang.serving for family in FAMILIES if family.name == "deepseek_v4")
+    serving = next(family.sglang.serving for family in known_families() if family.name == "deepseek_v4")
     assert any("index_topk_pattern" in need.without for need in serving.needs)
 
 

@@ -185,12 +185,12 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
         "indexcache-search": ["indexcache_search", *own, "--calibration", data, "--num-eval-sequences", 2, *sizes],
         "indexcache-eval": ["indexcache_search:evaluate", *own, "--evaluation", data, "--pattern", "FSFSFS", *sizes],
         "indexcache-offload": [
-            *("indexcache_search:offload", *own, "--evaluation", data, "--pattern", "FSFSFS", *sizes),
+            *("indexcache_lab:offload", *own, "--evaluation", data, "--pattern", "FSFSFS", *sizes),
             *("--decode-steps", 8),
         ],
         "indexcache-distill": [
             *(
-                "indexcache_search:distill",
+                "indexcache_train",
                 *own,
                 "--training",
                 data,
@@ -203,7 +203,7 @@ def commands(model: Path, dense: Path, data: Path, folder: Path) -> dict[str, li
             *("--num-eval-sequences", 2, "--batch-size", 2),
         ],
         "indexcache-lab": [
-            *("indexcache_search:lab", *heads, "--steps", 2, "--num-sequences", 4, "--num-eval-sequences", 2),
+            *("indexcache_lab", *heads, "--steps", 2, "--num-sequences", 4, "--num-eval-sequences", 2),
             *("--batch-size", 2, "--output", folder),
         ],
     }

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
+from indexcache_dense.family import backends
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import IndexCacheError, ProofError
-from sglang_indexcache.families import FAMILIES
-from sglang_indexcache.families.dense_gqa import backends
+from sglang_indexcache.checkpoint.environment import Environment, all_features
+from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa import needs
-from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.refusal import UNREAD_VARIABLE
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes, read_sources
-from sglang_indexcache.sglang.environment import Environment, all_features
+from sglang_indexcache.sglang.asked import split_arguments
 from sglang_indexcache.sglang.probes import Need, SglangSource
 from sglang_indexcache.sglang.read_sources import READ, digest, never_run
-from sglang_indexcache.sglang.refusal import UNREAD_VARIABLE
-from sglang_indexcache.sglang.requested import asked_of
+from sglang_indexcache.sglang.requested import request_of
 from tests.conftest import V4_LAYERS, tiny_config, tiny_v4_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang
 
@@ -72,7 +72,7 @@ def model(folder: Path, config: dict[str, Any]) -> str:
 
 
 def named(family: str) -> Any:
-    return next(item.sglang for item in FAMILIES if item.name == family)
+    return next(item.sglang for item in known_families() if item.name == family)
 
 
 def test_every_function_that_is_replaced_has_a_row_for_its_versions() -> None:
@@ -182,16 +182,22 @@ def test_dense_models(backend: backends.Backend, newer: SglangSource, monkeypatc
     assert made == [stock]
 
 
+def requested() -> PatternRequest:
+    request = request_of(SimpleNamespace())
+    assert request is not None
+    return PatternRequest.of(request)
+
+
 def test_the_flag_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert split_arguments(["--indexcache-pattern", "FSF", "--indexcache-allow-unread-source"]).unread
-    assert not split_arguments(["--indexcache-pattern", "FSF"]).unread
+    assert split_arguments(["--indexcache-pattern", "FSF", "--indexcache-allow-unread-source"])[0].allow_unread
+    assert not split_arguments(["--indexcache-pattern", "FSF"])[0].allow_unread
     monkeypatch.setenv("SGLANG_INDEXCACHE_PATTERN", "FSF")
     for value, wanted in (("1", True), ("0", False)):
         monkeypatch.setenv(UNREAD_VARIABLE, value)
-        assert PatternRequest.of(asked_of(SimpleNamespace())).allow_unread is wanted
+        assert requested().allow_unread is wanted
     monkeypatch.setenv(UNREAD_VARIABLE, "yes")
     with pytest.raises(SystemExit):
-        asked_of(SimpleNamespace())
+        request_of(SimpleNamespace())
     assert os.environ[UNREAD_VARIABLE] == "yes"
 
 

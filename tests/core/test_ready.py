@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving import ready
-from sglang_indexcache.sglang import refusal
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.requested import Request
 from tests.core.test_serving import PATTERN, PROVEN, plan
 
 
 def test_a_scheduler_that_is_ready_sends_its_proof(tmp_path: Path) -> None:
     info: dict[str, Any] = {"status": "ready"}
-    server_args = SimpleNamespace(_indexcache={"proofs": str(tmp_path)})
+    server_args = SimpleNamespace(_indexcache=Request(asked=Asked(pattern="p"), proofs=str(tmp_path)))
     ready.report(plan(PROVEN), info, SimpleNamespace(dp_rank=1, server_args=server_args))
     [left] = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert info["indexcache"] == left and left["dp_rank"] == 1 and left["pattern"] == "FSSFSS"
@@ -64,7 +66,7 @@ def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SGLang prints at length that a process ended; whoever reads the end of a log reads why."""
-    server_args = SimpleNamespace(_indexcache={"engine": "a"})
+    server_args = SimpleNamespace(_indexcache=Request(asked=Asked(pattern="p")))
 
     def start(refused: bool) -> Any:
         if refused:
@@ -79,7 +81,7 @@ def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
     for _ in range(2):  # what one launch left is not the next one's
         with pytest.raises(RuntimeError, match="Initialization failed"):
             ready.launch(plan(PROVEN), server_args, lambda: start(False))
-    assert refusal.LEFT_VARIABLE not in os.environ and not Path(server_args._indexcache["proofs"]).exists()
+    assert refusal.LEFT_VARIABLE not in os.environ and not Path(server_args._indexcache.proofs).exists()
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -91,9 +93,9 @@ def test_the_line_of_a_scheduler_that_is_refused_while_it_serves_is_the_last(
     monkeypatch.setattr(ready, "_kept", [])
     monkeypatch.setattr(ready, "_check_node", lambda *args: None)
     monkeypatch.setattr(ready.os, "kill", lambda *args: done.append(args))
-    server_args = SimpleNamespace(_indexcache={"engine": "a"})
+    server_args = SimpleNamespace(_indexcache=Request(asked=Asked(pattern="p")))
     ready.launch(plan(PROVEN), server_args, list)
-    folder = Path(server_args._indexcache["proofs"])
+    folder = Path(server_args._indexcache.proofs)
     if refused:
         monkeypatch.setenv(refusal.LEFT_VARIABLE, str(folder / "refused"))  # as the scheduler was started with
         with pytest.raises(SystemExit):

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_lab.offload.cli import app as offload
 from indexcache_search.cli.evaluate import app as evaluate
 from indexcache_search.cli.search import app as search
 from indexcache_search.data.sources import rows
 from indexcache_search.engines import own_server
 from indexcache_search.errors import DataError, SearchError
-from indexcache_search.lab.offload.cli import app as offload
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check
 from sglang_indexcache.families import describe
-from sglang_indexcache.http.redaction import KEY_VARIABLE
-from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+from sglang_indexcache.io.redaction import KEY_VARIABLE
+from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from tests.conftest import tiny_config
 from tests.search.calibration_stub import Stub as Calibration
 from tests.search.test_compare import Stub as Completions

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from indexcache_kernels.prompt_blocks.naive import translate
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError, ProofError
-from sglang_indexcache.families.dsa import DSA, blocks, patch_indexers
-from sglang_indexcache.families.dsa.index_space import index_space, positions_of
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.dsa.blocks import patch_indexers
+from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HY_V4
+from sglang_indexcache.io.errors import PatternError, ProofError
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
 from sglang_indexcache.serving.ranks import RankReport, read_back
-from sglang_indexcache.sglang.attention import Watched
+from sglang_indexcache.sglang.attention import Observed
 from tests.served import (
     CALLS,
     DIM,
@@ -89,29 +89,6 @@ def test_every_query_of_a_pass_is_in_one_row_of_its_plan(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
-def test_positions_come_back_from_every_index_space(kind: str) -> None:
-    """Of rows of three requests, with places that are empty; what no row sees is refused."""
-    torch.manual_seed(1)
-    prefixes, lengths = [0, 70, 128], [200, 300, 1]
-    metadata = Metadata(prefixes, lengths, kind)
-    rows = torch.tensor([3, 199, 200, 321, 499, 500])
-    requests = metadata.requests[rows].long()
-    positions = torch.full((len(rows), TOPK), -1, dtype=torch.int32)
-    for row, length in zip(positions, metadata.lengths[rows].tolist(), strict=True):
-        chosen = torch.randperm(length)[:TOPK]
-        row[: len(chosen)] = chosen.int()
-    selected = translate(positions, index_space(metadata, rows, requests.int()))
-    assert kind == UNFUSED or not torch.equal(selected, positions)
-    assert torch.equal(positions_of(metadata, selected, rows, requests), positions)
-    after = translate(metadata.lengths[rows[:1], None], index_space(metadata, rows[:1], requests[:1].int()))
-    for wrong in (999_999, int(after)):
-        other = selected.clone()
-        other[0, 0] = wrong  # nobody's, and the token behind the query
-        with pytest.raises(ProofError, match="a query selects what is no token before it"):
-            positions_of(metadata, other, rows, requests)
-
-
-@pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
 @pytest.mark.parametrize("chunk", [None, 37])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_selections_are_the_definitions(kind: str, chunk: int | None, call: Call) -> None:
@@ -141,7 +118,9 @@ def test_selections_are_the_definitions(kind: str, chunk: int | None, call: Call
                 prompt[0, begin : begin + queries] = True
         padded_q, padded_w = torch.zeros(1, totals[number], HEADS, DIM), torch.zeros(1, totals[number], HEADS)
         padded_q[0, prefix:], padded_w[0, prefix:] = q[own], w[own, :, 0]
-        wanted = block_selection(padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt)
+        wanted = block_selection(
+            padded_q, keys[None, base : base + totals[number]], padded_w, queries, TOPK, prompt=prompt
+        )
         for at in range(length):
             if not prompt[0, prefix + at]:
                 assert found[row + at].tolist() == exact[row + at].tolist()
@@ -209,9 +188,14 @@ def test_what_is_proven() -> None:
     assert other_indexers(Pattern("FSFF"), {2, 3}, both[:1]) == (
         "the indexer of letter 2 would run as 2q4, the pattern says that it scores everything"
     )
-    stages = [RankReport("", (0, 1), None, "FS--"), RankReport("", (2, 3), None, "--FF", both)]
+    stages = [
+        RankReport(fingerprint="", layers=(0, 1), roles="FS--"),
+        RankReport(fingerprint="", layers=(2, 3), roles="--FF", indexers=both),
+    ]
     assert read_back(stages, None) == pattern
-    assert read_back([RankReport("", (0, 1, 2, 3), None, "FSFF", both)] * 2, None) == pattern
+    assert (
+        read_back([RankReport(fingerprint="", layers=(0, 1, 2, 3), roles="FSFF", indexers=both)] * 2, None) == pattern
+    )
 
 
 def indexer() -> SglangIndexer:
@@ -227,9 +211,9 @@ def test_modules_are_read_back() -> None:
     plain, in_blocks = indexer(), indexer()
     patch_indexers.install(modules(plain, None, in_blocks), Pattern.parse("FSFF+2q4+3q4"))  # layer 3 is elsewhere
     assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
-    watched = [Watched(item, PREFILL, lambda *args: None) for item in (plain, in_blocks)]
+    observed = [Observed(item, PREFILL, lambda *args: None) for item in (plain, in_blocks)]
     assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
-    for item in watched:
+    for item in observed:
         item.remove()
     for method in (PREFILL, DECODING):
         other = indexer()

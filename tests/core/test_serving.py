@@ -19,15 +19,15 @@ from torch import nn
 
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, __version__, plugin, serving
-from sglang_indexcache.errors import ProofError
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io import refusal
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang import refusal
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import tiny_config
@@ -77,7 +77,7 @@ def test_what_fails_inside_what_a_hook_is_around_is_not_ours() -> None:
 
 
 def test_in_another_thread_the_process_ends_too() -> None:
-    code = "import threading, time; from sglang_indexcache.sglang.refusal import refuse\n"
+    code = "import threading, time; from sglang_indexcache.io.refusal import refuse\n"
     code += "threading.Thread(target=refuse, args=('no',)).start(); time.sleep(60)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (result.returncode, result.stderr) == (2, "indexcache: no\n")
@@ -143,7 +143,7 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
     [
         (loaded("FSFFSS"), "letter 2 would run as F, the pattern says S"),
         (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
-        (loaded("FSSFSSS"), "has a DSA layer 6, the pattern has 6 letters"),
+        (loaded("FSSFSSS"), "has 7 layers or more that select, the pattern has 6 letters"),
         (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
         (nn.Linear(2, 2), "no attention module that can choose"),
     ],
@@ -170,15 +170,18 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
 
 def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
-    stages = [RankReport(mine, (0, 1, 2), None), RankReport(mine, (3, 4, 5), None)]
+    stages = [RankReport(fingerprint=mine, layers=layers) for layers in ((0, 1, 2), (3, 4, 5))]
     assert disagreement(PATTERN, stages) is None
     assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
-    line = disagreement(PATTERN, [stages[0], RankReport(other, (3, 4, 5), None)])
+    line = disagreement(PATTERN, [stages[0], RankReport(fingerprint=other, layers=(3, 4, 5))])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
         "expected the same file on every node"
     )
-    assert disagreement(PATTERN, [stages[0], RankReport(mine, (3, 4, 5), "bad")]) == "rank 1: bad"
+    assert (
+        disagreement(PATTERN, [stages[0], RankReport(fingerprint=mine, layers=(3, 4, 5), problem="bad")])
+        == "rank 1: bad"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "soon"])
@@ -207,6 +210,7 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the rank whose own are right, which would wait for the other one for ever."""
+    monkeypatch.setattr(proof, "with_blocks", lambda adapter: adapter)
     for here, error in ((None, None), (None, "the graph of 8 differs"), ("gone", None)):
         told: list[Any] = []
 

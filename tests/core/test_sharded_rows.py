@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from threading import Barrier
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ProofError
-from sglang_indexcache.families.dsa import blocks, patch_indexers, shards
+from sglang_indexcache.families import known_families
+from sglang_indexcache.families.dsa.blocks import patch_indexers, shards
+from sglang_indexcache.families.dsa.blocks import selection as blocks
+from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
+from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
-from sglang_indexcache.families.dsa.rows import PrefillSelection
-from sglang_indexcache.families.dsa.shards import ALONE, Shards
+from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
 from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules
@@ -146,8 +150,9 @@ def test_what_can_not_share_out_rows() -> None:
 def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
     """They would wait for each other; the status says how many layers do."""
     pattern = Pattern("FS")
-    one, other = (RankReport(pattern.fingerprint, (0, 1), None, "FS", (), {0: 2}, shard) for shard in (True, False))
-    without_f = RankReport(pattern.fingerprint, (1,), None, "-S", (), {}, True)  # a pipeline stage
+    one = RankReport(fingerprint=pattern.fingerprint, layers=(0, 1), roles="FS", shared_rows={0: 2}, shard=True)
+    other = replace(one, shard=False)
+    without_f = replace(one, layers=(1,), roles="-S", shared_rows={})  # a pipeline stage
     assert disagreement(pattern, [one, one]) is None and disagreement(pattern, [one, without_f]) is None
     assert "rank 1 and rank 0 don't both share out indexers" in str(disagreement(pattern, [one, other]))
     holder = ProofHolder()
@@ -156,3 +161,8 @@ def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
         "sharded_layers": 1,
         "sharded_ranks": 2,
     }
+
+
+def test_only_dsa_has_blocks_and_shared_rows() -> None:
+    """They were never compared with a reference on HY-V4, whose attention is the same."""
+    assert [family.name for family in known_families() if with_blocks(family.sglang) is not None] == ["dsa"]

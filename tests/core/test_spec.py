@@ -10,10 +10,10 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.errors import PatternError
 from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.spellings import indexer_types
-from sglang_indexcache.files.spec import PatternSpec, spells_letters, split_name
+from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, spells_letters, split_name
 from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import save_model, tiny_config
 
@@ -63,7 +63,7 @@ def test_a_file_whose_name_is_all_letters_needs_its_folder(path: Path, monkeypat
     [
         ("", "Is a directory|No such file|not a regular file"),
         ("SFFF", "begins with S"),
-        ("FFSFS", "pattern has 5 letters, model has 6 DSA layers"),
+        ("FFSFS", "pattern has 5 letters, model has 6 layers that select"),
         ("uniform@half", "retention is 'half'"),
         ("uniform@2/3", "retentions of the form 1/n, found 2/3"),
         ("uniform", "^uniform: no such file, and not letters of a pattern; expected FILE"),

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError, SpellingError
+from sglang_indexcache.families.dsa.override import (
+    freq_pattern,
+    indexer_types,
+    meanings,
+    read_spelling,
+    to_sglang,
+    to_vllm,
+)
 from sglang_indexcache.families.dsa.rules import (
     GLM,
     HY_V4,
@@ -21,14 +28,7 @@ from sglang_indexcache.families.dsa.rules import (
     Rule,
     read,
 )
-from sglang_indexcache.families.dsa.spellings import (
-    freq_pattern,
-    indexer_types,
-    meanings,
-    read_spelling,
-    to_sglang,
-    to_vllm,
-)
+from sglang_indexcache.io.errors import PatternError, SpellingError
 from tests.conftest import PAGES
 from tests.core.test_pattern import ROLES
 from tests.override_spellings import V32
@@ -105,7 +105,7 @@ def test_glm_5_2_native_schedule() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 DSA layers"),
+        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 layers that select"),
         ({"index_topk_pattern": "FFsF"}, "'s' for layer 2"),
         ({"index_topk_pattern": 7}, "pattern is int"),
         ({"indexer_types": ["full", "half", "full", "full"]}, "'half' for layer 1"),

@@ -13,7 +13,7 @@ from sglang_indexcache import Pattern, serving
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.serving import engines
-from sglang_indexcache.serving.judge import judge
+from sglang_indexcache.serving.launch_judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
@@ -137,4 +137,4 @@ def test_a_launch_line_is_refused_as_the_server_is(
     assert check_main(["FFFFFF", "--sglang", str(folder), "--server-args", line]) == 0
     readings = Readings.of(line.split(), source)
     assert not judge(Pattern("FSSFSS"), DSA, readings).problems
-    assert bool(judge(Pattern("FFFFFF"), DSA, readings, True, source=source).problems) is refused
+    assert bool(judge(Pattern("FFFFFF"), DSA, readings, shard=True, source=source).problems) is refused

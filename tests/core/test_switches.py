@@ -6,16 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.refusal import (
+from sglang_indexcache.io.refusal import (
     ALLOW_MISMATCH_VARIABLE,
     CALIBRATE_VARIABLE,
     GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
 )
-from sglang_indexcache.sglang.requested import asked_of, environment_asks
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import environment_asks
+from sglang_indexcache.sglang.requested import Request, amend, request_of
+
+
+def requested(server_args: SimpleNamespace) -> Request:
+    request = request_of(server_args)
+    assert request is not None
+    return request
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "yes", " 1"])
@@ -28,7 +35,7 @@ def test_other_values_end_the_process(
     monkeypatch.setenv(variable, value)
     assert environment_asks()
     with pytest.raises(SystemExit) as caught:
-        asked_of(SimpleNamespace())
+        request_of(SimpleNamespace())
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"indexcache: {variable} is {value!r}, expected 1 or 0\n"
 
@@ -36,9 +43,9 @@ def test_other_values_end_the_process(
 def test_one_and_nothing_are_meant_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "0"):
         monkeypatch.setenv(CALIBRATE_VARIABLE, value)
-        assert not environment_asks() and asked_of(SimpleNamespace()) == {}
+        assert not environment_asks() and request_of(SimpleNamespace()) is None
     monkeypatch.setenv(CALIBRATE_VARIABLE, "1")
-    assert environment_asks() and asked_of(SimpleNamespace())["calibrate"]
+    assert environment_asks() and requested(SimpleNamespace()).asked.calibrate
 
 
 def test_indexers_are_shared_out_with_a_pattern_or_alone(
@@ -50,27 +57,28 @@ def test_indexers_are_shared_out_with_a_pattern_or_alone(
     for spec, pattern in ((None, None), ("FSSF", Pattern("FSSF"))):
         if spec is not None:
             monkeypatch.setenv(PATTERN_VARIABLE, spec)
-        asked = asked_of(SimpleNamespace())
+        arguments = SimpleNamespace()
         for _ in range(2):
-            request = PatternRequest.of(asked)
+            request = PatternRequest.of(requested(arguments))
             assert (request.pattern, request.shard) == (pattern, True)
+            amend(arguments, carried=request.carried)
     monkeypatch.delenv(SHARD_VARIABLE)
-    assert not PatternRequest.of(asked_of(SimpleNamespace())).shard
+    assert not PatternRequest.of(requested(SimpleNamespace())).shard
     monkeypatch.delenv(PATTERN_VARIABLE)
     for variable in (SHARD_VARIABLE, CALIBRATE_VARIABLE):
         monkeypatch.setenv(variable, "1")
     with pytest.raises(SystemExit):
-        asked_of(SimpleNamespace())
+        request_of(SimpleNamespace())
     assert "are set, expected one of them" in capsys.readouterr().err
 
 
 def test_queries_of_blocks_are_attended_from_together_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process that is told, and in those that get its server arguments; alone the variable asks for nothing."""
     monkeypatch.setenv(GROUPING_VARIABLE, "1")
-    assert not environment_asks() and asked_of(SimpleNamespace()) == {}
+    assert not environment_asks() and request_of(SimpleNamespace()) is None
     monkeypatch.setenv(PATTERN_VARIABLE, "FSSF")
     for value, grouped in (("1", False), ("0", True), ("", True)):
         monkeypatch.setenv(GROUPING_VARIABLE, value)
-        asked = asked_of(SimpleNamespace())
+        request = requested(SimpleNamespace())
         monkeypatch.setenv(GROUPING_VARIABLE, "1")
-        assert [PatternRequest.of(asked).group for _ in range(2)] == [grouped] * 2
+        assert PatternRequest.of(request).group == grouped

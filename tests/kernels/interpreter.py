@@ -16,14 +16,16 @@ import torch
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LARGE = (pytest.mark.slow,) if INTERPRETED else ()  # of variants that take the interpreter seconds
-_OPERATIONS = (
-    *("block_attention", "block_scores", "block_swap", "compressed_keys", "grouped_attention", "indexer_kl"),
-    *("indexer_topk", "page_selection", "prompt_blocks", "rounded_keys", "sparse_attention"),
-)
+_HOMES = {  # the operations of each package
+    "indexcache_kernels": ("grouped_attention", "indexer_topk", "prompt_blocks", "sparse_attention"),
+    "indexcache_dense.kernels": ("compressed_keys", "page_selection", "rounded_keys"),
+    "indexcache_lab.kernels": ("block_attention", "block_scores", "block_swap"),
+    "indexcache_train.kernels": ("indexer_kl",),
+}
 
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
-KERNELS = {name: import_module(f"indexcache_kernels.{name}.triton") for name in _OPERATIONS}
+KERNELS = {name: import_module(f"{home}.{name}.triton") for home, names in _HOMES.items() for name in names}
 if INTERPRETED:
     del os.environ["TRITON_INTERPRET"]
 

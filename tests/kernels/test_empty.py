@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_kernels.block_attention import block_attention
-from indexcache_kernels.block_scores import block_scores, compress_keys
-from indexcache_kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_kernels.compressed_keys import compressed_scores, update_means
+from indexcache_dense.kernels.compressed_keys import compressed_scores, update_means
+from indexcache_dense.kernels.page_selection import PageBudget, StepMemory, page_scores, select_pages
+from indexcache_dense.kernels.rounded_keys import RoundedKeys, round_keys, rounded_scores
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.grouped_attention import grouped_attention
-from indexcache_kernels.indexer_kl import indexer_kl
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
-from indexcache_kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
-from indexcache_kernels.page_selection import PageBudget, StepMemory, page_scores, select_pages
 from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
-from indexcache_kernels.rounded_keys import RoundedKeys, round_keys, rounded_scores
 from indexcache_kernels.sparse_attention import sparse_attention
+from indexcache_lab.kernels.block_attention import block_attention
+from indexcache_lab.kernels.block_scores import block_scores, compress_keys
+from indexcache_lab.kernels.block_swap import BlockBuffer, copy_blocks, swap_blocks
+from indexcache_lab.kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
+from indexcache_train.kernels.indexer_kl import indexer_kl
 
 PAGES: dict[str, Any] = {"budget": PageBudget(page_tokens=16, pages=3, recent_pages=1), "table_page": 16}
 real = torch.ones

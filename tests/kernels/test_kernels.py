@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_kernels import KernelInputError, indexer_kl, sparse_attention
-from indexcache_kernels.indexer_kl import naive as naive_kl
-from indexcache_kernels.indexer_kl import visible_keys
+from indexcache_kernels import KernelInputError, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
+from indexcache_train.kernels import indexer_kl
+from indexcache_train.kernels.indexer_kl import naive as naive_kl
+from indexcache_train.kernels.indexer_kl import visible_keys
 from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
 from tests.kernels.test_indexer_topk import causal
 
@@ -199,8 +200,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
 from indexcache_kernels.indexer_topk.triton import _stream_kernel
-from indexcache_kernels.indexer_kl import triton as indexer_kl
-from indexcache_kernels.rounded_keys import triton as rounded_keys
+from indexcache_train.kernels.indexer_kl import triton as indexer_kl
+from indexcache_dense.kernels.rounded_keys import triton as rounded_keys
 from indexcache_kernels.sparse_attention.hopper_kernel import backward_kernel
 from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
 from triton.experimental.gluon._runtime import GluonASTSource

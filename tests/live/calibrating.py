@@ -16,7 +16,7 @@ from indexcache_search import demo
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import describe_model, load_tokenizer

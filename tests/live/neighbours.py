@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_indexcache.families.dsa.blocks import plan_for
+from sglang_indexcache.families.dsa.blocks.selection import plan_for
 
 Key = tuple[str, int, int]  # request, layer, position
 

@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from extras.dense.tests.live.selecting import in_blocks, passes, random_prompts, serve_a_branch
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served, call, generate, load_runner
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa import patch_indexers
+from sglang_indexcache.families.dsa.blocks import patch_indexers
 from tests.live.ending import _ended, launch, load
 from tests.live.reference import check_selections, load_reference
-from tests.live.selecting import in_blocks, passes, random_prompts, serve_a_branch
 
 pytestmark = pytest.mark.sglang
 
@@ -74,7 +74,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 # Each rank notes for how many blocks, and how many other queries, it attends.
 SCRIPT = """
 import os
-from sglang_indexcache.families.dsa import grouped
+from sglang_indexcache.families.dsa.blocks import grouped
 
 whole = grouped.grouped_attention
 

@@ -16,22 +16,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("sglang")
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError
+from indexcache_search.engines.answers import Rank
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerBusyError
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.lab.offload import cli
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.lru_buffer import hisparse_misses
-from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
+from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from tests.live.calibrating import (
     CALIBRATE,
     CHUNK,
@@ -129,38 +127,8 @@ def test_kl_and_overlap_are_what_they_are_on_transformers(
     assert found[PATTERNS[0]] == (0.0, 0.0)
     for pattern in PATTERNS[1:]:
         assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3) and min(found[pattern]) > 0.01
-    overlap = engine.topk_overlap(data, 16)
-    assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / 64
-
-
-def test_misses_are_what_they_are_on_transformers(
-    server: Server, reference: TransformersEngine, data: TokenSet, tmp_path: Path
-) -> None:
-    """Of decode steps in two chunks; then by the command line, with and without the server."""
-    engine, steps, sizes = live_engine(server), 100, [64, 96, 128, 192]
-    for pattern in (PATTERNS[0], PATTERNS[3]):
-        for row in range(data.num_sequences):
-            selected = reference.selections(pattern, data, row, steps)
-            found = engine.misses(pattern, data, row, steps, sizes)
-            assert sorted(found) == list(pattern.full_layers)
-            for layer, counts in found.items():
-                rows = [(chosen, LENGTH - steps + 1 + at) for at, chosen in enumerate(selected[layer][0])]
-                wanted = [sum(hisparse_misses(rows, size, LENGTH - steps)) for size in sizes]
-                assert counts == pytest.approx(wanted, rel=0.01, abs=3) and counts[-1] == 0 < counts[1] < counts[0]
-    engine.close()
-    options = ["--model", str(demo.MODEL), "--evaluation", "demo:text", "--seq-len", str(LENGTH), "--num-sequences",
-               "2", "--decode-steps", str(steps), "--pattern", PATTERNS[3].letters, "--buffers", "1,2", "--server",
-               "bandwidth=50,step_ms=5"]  # fmt: skip
-    plans = []
-    for name, where in (("live", ["--endpoint", server.url]), ("here", ["--device", "cpu"])):
-        done = CliRunner().invoke(cli.app, [*options, *where, "--output", str(tmp_path / name)])
-        assert done.exit_code == 0, done.output
-        plans.append(json.loads((tmp_path / name / "offload.json").read_text())["plans"])
-    for live, here in zip(*plans, strict=True):
-        assert live["name"] == here["name"] and live["kl"]["mean"] == pytest.approx(here["kl"]["mean"], rel=0.01)
-        for mine, other in zip(live["buffers"], here["buffers"], strict=True):
-            assert mine["exposed"]["mean"] == pytest.approx(other["exposed"]["mean"], rel=0.01)
-            assert mine["step_ms"] == pytest.approx(other["step_ms"], rel=0.01)
+    overlap = engine.matrix("overlap", data, 16)
+    assert overlap is not None and np.abs(overlap - reference.matrix("overlap", data, 16)).max() <= 1 / 64
 
 
 def test_sending_ahead_changes_nothing(server: Server, data: TokenSet) -> None:
@@ -201,7 +169,7 @@ def test_ranks_search_alike(
         check_trajectory(engine, single, expected)
         check_switching_back(engine, single)
         if lanes > 1:
-            patterns = [rank.pattern for rank in CalibrationServer(started.url)._control("status")]
+            patterns = [rank.pattern for rank in CalibrationServer(started.url).control("status", Rank)]
             assert len(set(patterns)) == 2  # one each
 
 
@@ -230,7 +198,7 @@ def test_other_ways_to_spread_a_model(
             for pattern in patterns:
                 assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3)
         if lanes == 1:
-            assert engine.topk_overlap(single, 4) is None
+            assert engine.matrix("overlap", single, 4) is None
             with pytest.raises(SearchError, match="kl is not measured with pipeline stages"):
                 losses(engine, single, "kl")
         assert lanes == (1 if "--pp-size" in flags else 2)
@@ -253,7 +221,7 @@ def test_the_trap_of_the_prefix_cache(server: Server, data: TokenSet, tmp_path: 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 DSA layers"),
+        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 layers that select"),
         ({"pattern": "S" + "F" * 15}, "begins with S"),
         ({}, "pattern is NoneType, expected a string"),
     ],
@@ -262,7 +230,7 @@ def test_patterns_that_do_not_fit_change_nothing(server: Server, body: dict[str,
     calibration = CalibrationServer(server.url)
     before = calibration.status().pattern
     with pytest.raises(SearchError, match=message):
-        calibration._control("switch", **body)
+        calibration.control("switch", Rank, **body)
     assert calibration.status().pattern == before
 
 
@@ -274,7 +242,7 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
     refused = ""
     while decoding.is_alive() and not refused:
         try:
-            calibration._control("switch", pattern=PATTERNS[0].roles)
+            calibration.control("switch", Rank, pattern=PATTERNS[0].roles)
         except ServerBusyError as error:
             refused = str(error)
     assert "busy: requests are running" in refused

@@ -29,7 +29,7 @@ from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.spellings import to_sglang
+from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.serving.counted import SHORT
 from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, Server, command, ended, running
 from tests.live.test_server import PLAIN, states

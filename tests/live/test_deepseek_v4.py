@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.engines.transformers import TransformersEngine
 from scripts.tools import random_models
@@ -26,7 +26,7 @@ from scripts.tools.pattern_files import write_pattern
 from scripts.tools.random_models import LAYERS, TOPK, VOCAB
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from tests.live.ending import changed_source, launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running
@@ -146,8 +146,8 @@ def test_live_losses_are_those_of_transformers(model: Path, server: Server) -> N
         for pattern in tried:
             assert found[pattern] == pytest.approx(wanted[pattern], rel=1e-3, abs=1e-9)
     assert found[Pattern.full(LAYERS)] == (0.0, 0.0) and min(found[Pattern("FSSSSS")]) > 0.01
-    overlap = engine.topk_overlap(data, 16)
-    assert overlap is not None and np.abs(overlap - reference.topk_overlap(data, 16)).max() <= 1 / TOPK
+    overlap = engine.matrix("overlap", data, 16)
+    assert overlap is not None and np.abs(overlap - reference.matrix("overlap", data, 16)).max() <= 1 / TOPK
 
 
 def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path) -> None:

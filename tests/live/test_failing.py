@@ -111,7 +111,7 @@ MAIN = [
     ("sglang_indexcache.serving.preflight:Preflight.family_at", "OSError", "OSError: [Errno 5] bad disk"),
     ("sglang_indexcache.serving.ready:launch", "KeyError", "KeyError: 'BEFORE'"),
     ("sglang_indexcache.sglang.hooks:Hooks.apply", "KeyError", "KeyError: 'BEFORE'"),
-    ("sglang_indexcache.model.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
+    ("sglang_indexcache.checkpoint.checkpoint:Checkpoint.read", "AttributeError", "AttributeError: gone"),
 ]
 LOADING = [
     ("sglang_indexcache.serving.proof:prepare", "AttributeError", "AttributeError: gone"),

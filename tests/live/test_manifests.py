@@ -117,7 +117,7 @@ OTHER = "{other}"
         ((str(PATTERN), "/etc/indexcache/glm.yaml"), {}, "/etc/indexcache/glm.yaml: No such file or directory"),
         (("@1/4", "@1/64"), {}, "retention 1/64 keeps 1 of 16 layers F, but the file has patterns with 2 to 16"),
         ((str(demo.MODEL), "/cache/glm"), {}, "/cache/glm: no such folder, and not a hub id like owner/name"),
-        ((str(demo.MODEL), OTHER), {}, "pattern has 16 letters, model has 6 DSA layers"),
+        ((str(demo.MODEL), OTHER), {}, "pattern has 16 letters, model has 6 layers that select"),
         (("", ""), {"SGLANG_PLUGINS": "other"}, "SGLANG_PLUGINS leaves the plugin out; expected indexcache in it"),
     ],
     ids=["no pattern file", "no such retention", "no model", "another model", "plugin left out"],

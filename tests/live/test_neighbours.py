@@ -20,7 +20,7 @@ from scripts.tools import inprocess, random_models
 from scripts.tools.inprocess import call, load_runner
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa import blocks
+from sglang_indexcache.families.dsa.blocks import selection as blocks
 from tests.live.neighbours import Comparison, Watch, compare, run
 from tests.live.server import running
 

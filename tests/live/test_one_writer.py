@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from indexcache_search.compare.unswitched import Unswitched
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.unswitched import Unswitched
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.http.address import Address
 from tests.live.calibrating import (

@@ -13,7 +13,7 @@ from sglang_indexcache.check import main
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.dsa.rules import GLM, HY_V4
 from sglang_indexcache.families.reading import READ_VERSIONS, of_version
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config
 from tests.override_spellings import LAYERS, V32, case, slow

@@ -21,7 +21,7 @@ from scripts.tools import random_models
 from scripts.tools.inprocess import Served, generate
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from tests.live.reference import TOLERANCE, load_reference, replay, selections
 
 pytestmark = pytest.mark.sglang

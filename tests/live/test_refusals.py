@@ -22,7 +22,7 @@ from scripts.tools import random_models
 from scripts.tools.pattern_files import pattern_file, write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA, needs
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.sglang import probes
 from tests.live.ending import changed_source, launch, load
 from tests.live.server import LAUNCHER, command, ended
@@ -113,7 +113,7 @@ def test_another_length(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     longer = {**config, "num_hidden_layers": 7, "indexer_types": ["full"] * 7}
     pattern_file(Pattern("FSSFSSS"), longer).save(tmp_path / "p.yaml")
-    assert "pattern has 7 letters, model has 6 DSA layers" in refused(model, str(tmp_path / "p.yaml"))
+    assert "pattern has 7 letters, model has 6 layers that select" in refused(model, str(tmp_path / "p.yaml"))
 
 
 def test_another_config(model: Path, file: str, tmp_path: Path) -> None:

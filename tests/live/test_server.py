@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
 from indexcache_search import demo
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.errors import SearchError
 from scripts.tools import random_models
 from scripts.tools.inprocess import ARGUMENTS

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from extras.dense.tests.live.selecting import passes, serve_a_branch
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
 from tests.live.ending import launch
 from tests.live.reference import load_reference
-from tests.live.selecting import passes, serve_a_branch
 from tests.live.server import LAUNCHER, command, ended, running
 from tests.live.test_blocks import check_blocks
 from tests.live.test_parity import check_parity
@@ -30,7 +30,7 @@ TWO = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 # Prompts are short here; each rank notes of how many rows it selected for how many.
 SCRIPT = """
 import os
-from sglang_indexcache.families.dsa import shards
+from sglang_indexcache.families.dsa.blocks import shards
 
 shards.LEAST_ROWS, shards.LEAST_KEYS, shards.STRIPE = 32, 0, 8
 whole = shards.Shards.part

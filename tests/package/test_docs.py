@@ -15,14 +15,15 @@ from typing import get_args
 import pytest
 import yaml
 
+from indexcache_dense.reuse import POLICIES
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies import STRATEGIES
+from indexcache_search.strategies import strategies as known_strategies
 from scripts.tools import pictures, site
-from sglang_indexcache import __version__
 from sglang_indexcache.families.base import CheckpointReader, SglangAdapter, TransformersAdapter
+from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.pattern.reuse import POLICIES
 from sglang_indexcache.sglang.options import parser_of, versions
+from sglang_indexcache.version import RELEASE, version
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -155,7 +156,7 @@ def test_the_kernels_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_the_version_has_notes_and_says_whether_it_is_released() -> None:
     """A commit between releases is no release: its files and `/server_info` must not say that they are of one."""
-    release, _, development = __version__.partition(".dev")
+    release, _, development = version().partition(".dev")
     notes = re.search(rf"^## \[{re.escape(release)}\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert notes is not None
     assert (notes[1] == "unreleased") == bool(development)
@@ -164,7 +165,7 @@ def test_the_version_has_notes_and_says_whether_it_is_released() -> None:
 def test_the_citation_is_one() -> None:
     """What the schema of the Citation File Format 1.2.0 asks for; GitHub shows nothing of a file that is not YAML."""
     content = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert content["cff-version"] == "1.2.0" and content["type"] == "software" and content["version"] == __version__
+    assert content["cff-version"] == "1.2.0" and content["type"] == "software" and content["version"] == RELEASE
     assert all(isinstance(content[key], str) and content[key] for key in ("message", "title"))
     references = content["references"]
     assert all({"type", "title", "authors"} <= set(item) for item in references)
@@ -218,7 +219,7 @@ def test_what_a_family_has_is_said() -> None:
     text = (DOCS / "add-a-family.md").read_text()
     rows = re.findall(r"^\| (?:`\w+`)? ?\| [^|]+ \| (`[^|]+) \|$", text, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    parts = (CheckpointReader, SglangAdapter, TransformersAdapter)
+    parts = (CheckpointReader, SglangAdapter, DsaSglang, TransformersAdapter)
     wrong = [name for name in names if not any(name in {*dir(part), *part.__annotations__} for part in parts)]
     asked = {name for part in parts for name in getattr(part, "__abstractmethods__", ())}
     assert not wrong and asked | {"readings", "rule", "would_run"} <= set(names)
@@ -230,4 +231,4 @@ def test_the_glossary_has_the_words_of_the_code() -> None:
         assert word in glossary
     assert all(f"`{name}`" in glossary for name in get_args(Objective))
     strategies = (DOCS / "reference" / "strategies.md").read_text()
-    assert all(f"`{name}`" in strategies for name in STRATEGIES)
+    assert all(f"`{name}`" in strategies for name in known_strategies())

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from scripts.tools.probe_wheels import VERSIONS
-from sglang_indexcache import __version__
-from sglang_indexcache.launch_server import split_arguments
+from sglang_indexcache.sglang.asked import split_arguments
+from sglang_indexcache.version import RELEASE, version
 from tests.manifests import DEPLOY, FOLDERS, IN_CONTAINER, containers, pod_template, rendered, written
 
 KUBERNETES = "1.37.0"
@@ -155,7 +155,7 @@ def test_a_model_has_time_to_load_and_a_refusal_is_shown(folder: str) -> None:
         [container] = template["spec"]["containers"]
         assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
         if "--model-path=zai-org/GLM-5-FP8" in container["args"]:
-            assert split_arguments(container["args"]).pattern == f"{IN_CONTAINER}@1/4"
+            assert split_arguments(container["args"])[0].pattern == f"{IN_CONTAINER}@1/4"
             probe = container["startupProbe"]
             seconds = probe["periodSeconds"] * probe["failureThreshold"]
             assert seconds >= 3600 and container["resources"]["limits"]["nvidia.com/gpu"] == 8
@@ -172,7 +172,8 @@ def test_the_image_is_of_the_newest_sglang_and_of_this_version() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert f"FROM lmsysorg/sglang:v{VERSIONS[-1]}\n" in text
     tags = {image.rpartition(":")[2] for image in images()}
-    assert tags == {f"{VERSIONS[-1]}-{__version__}"}, "no checkout of a version to come can be built"
+    release = RELEASE if version() == RELEASE else f"{RELEASE}.dev"
+    assert tags == {f"{VERSIONS[-1]}-{release}"}, "no checkout of a version to come can be built"
     assert all(re.fullmatch(r"\w[\w.-]{0,127}", tag) for tag in tags)
     assert f"-t {images()[0]} ." in text
 

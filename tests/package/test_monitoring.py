@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from indexcache_search.watch.drift import DriftTest
-from indexcache_search.watch.metrics import Metrics
+from indexcache_watch.drift import DriftTest
+from indexcache_watch.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 ALERTS, DASHBOARD = DEPLOY / "alerts.yaml", DEPLOY / "dashboard.json"

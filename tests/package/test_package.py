@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_pattern_tools_import_neither_torch_nor_sglang() -> None:
-    imports = "import sys, sglang_indexcache.families, sglang_indexcache.files.pattern_file"
+    imports = "import sys, sglang_indexcache.families, sglang_indexcache.pattern_file.file"
     code = f"{imports}; print([m for m in sys.modules if m in {{banned}}])"
     banned = {"torch", "sglang", "transformers", "numpy", "datasets"}
     command = [sys.executable, "-c", code.format(banned=banned)]
@@ -62,28 +62,36 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
     result = without(NOT_BASE, code)
     assert result.returncode == 0, result.stderr
     servers = (
-        "sglang_indexcache.families.dense_gqa.",
+        "indexcache_dense.family.",
         "sglang_indexcache.families.dsa.",
-        "sglang_indexcache.lru_buffer",
+        "indexcache_lab.offload.lru_buffer",
     )
     lines = [line.split() for line in result.stdout.splitlines()]
     assert all(name.startswith(servers) and package in ("torch", "numpy") for name, package in lines), result.stdout
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "module", "function", "extra"),
     [
-        ("main", "indexcache-search: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("evaluate", "indexcache-eval: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("distill", "indexcache-distill: rich is not installed; expected: pip install 'sglang-indexcache[distill]'"),
-        ("lab", "indexcache-lab: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("watch", "indexcache-watch: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
-        ("offload", "indexcache-offload: rich is not installed; expected: pip install 'sglang-indexcache[search]'"),
+        ("search", "search", "main", "search"),
+        ("eval", "search", "evaluate", "search"),
+        ("distill", "train", "main", "train"),
+        ("lab", "lab", "main", "lab"),
+        ("offload", "lab", "offload", "lab"),
+        ("watch", "watch", "main", "watch"),
     ],
 )
-def test_a_base_install_says_what_a_command_needs(command: str, line: str) -> None:
-    result = without({"rich"}, f"import indexcache_search.__main__ as m; m.{command}()")
-    assert (result.returncode, result.stderr) == (2, line + "\n")
+def test_a_base_install_says_what_a_command_needs(command: str, module: str, function: str, extra: str) -> None:
+    result = without({"rich"}, f"import indexcache_{module}.__main__ as m; m.{function}()")
+    line = f"indexcache-{command}: rich is not installed; expected: pip install 'sglang-indexcache[{extra}]'\n"
+    assert (result.returncode, result.stderr) == (2, line)
+
+
+def test_the_watch_says_what_its_metrics_need(tmp_path: Path) -> None:
+    words = "--served http://127.0.0.1:1 --reference http://127.0.0.1:2 --port 9 --requests".split()
+    result = without({"prometheus_client"}, "import indexcache_watch.__main__ as m; m.main()", *words, str(tmp_path))
+    line = "indexcache-watch: prometheus_client is not installed; expected: pip install 'sglang-indexcache[watch]'\n"
+    assert (result.returncode, result.stderr) == (2, line)
 
 
 def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
@@ -99,19 +107,33 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("search/indexcache_search", ["search"]), ("kernels/indexcache_kernels", ["search", "kernels"])],
+    [
+        ("search/indexcache_search", ["search"]),
+        ("kernels/indexcache_kernels", ["search", "kernels"]),
+        ("extras/dense/indexcache_dense", ["dense"]),
+        ("extras/lab/indexcache_lab", ["lab"]),
+        ("extras/train/indexcache_train", ["train"]),
+        ("extras/watch/indexcache_watch", ["watch"]),
+    ],
 )
 def test_an_extra_asks_for_all_that_is_imported(package: str, extras: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(item for extra in extras for item in project["optional-dependencies"][extra])]
+    optional, waiting, asked = project["optional-dependencies"], list(extras), list(project["dependencies"])
+    while waiting:
+        for item in optional[waiting.pop()]:
+            own = re.fullmatch(r"sglang-indexcache\[(.*)\]", item)
+            waiting += own[1].split(",") if own else []
+            asked += [] if own else [item]
     known = {re.split(r"[^\w-]", item)[0].replace("-", "_") for item in asked} | {"yaml"}
-    known |= {"sglang_indexcache", "indexcache_search", "indexcache_kernels", "sgl_kernel", *sys.stdlib_module_names}
+    known |= {"sglang"} if package.startswith("extras/") else set()  # in a server, where it is
+    known |= {"sglang_indexcache", "sgl_kernel", *sys.stdlib_module_names}
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert {name.partition(".")[0] for name in names} <= known, path
-    assert "sglang-indexcache[kernels]" in project["optional-dependencies"]["sglang"]  # families import them
+            tops = {name.partition(".")[0] for name in names}
+            assert {name for name in tops if not name.startswith("indexcache_")} <= known, path
+    assert "sglang-indexcache[kernels]" in optional["sglang"]  # families import them
 
 
 def test_what_is_pinned_takes_every_python_that_we_take() -> None:
@@ -162,39 +184,46 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     subprocess.run(build, check=True, capture_output=True, timeout=600)
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert not [name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "build/"))]
+    assert not [
+        name for name in names if name.startswith(("tests/", "scripts/", "search/", "kernels/", "extras/", "build/"))
+    ]
     for name in (
         "sglang_indexcache/py.typed",
         "indexcache_kernels/py.typed",
         "sglang_indexcache/pattern_file.schema.json",
-        "sglang_indexcache/known/glm-5-half.yaml",
-        "sglang_indexcache/known/glm-5-quarter.yaml",
-        "indexcache_search/search/model_card.md",
+        "sglang_indexcache/pattern_file/published/glm-5-half.yaml",
+        "sglang_indexcache/pattern_file/published/glm-5-quarter.yaml",
+        "indexcache_search/searching/model_card.md",
         "indexcache_search/demo/patterns/lazy.yaml",
         "indexcache_kernels/indexer_topk/triton.py",
-        "indexcache_search/lab/offload/page.html",
-        "indexcache_search/prices/tables/glm-5-tp8.json",
+        "indexcache_lab/offload/page.html",
+        "indexcache_search/strategies/budget/tables/glm-5-tp8.json",
     ):
         assert name in names
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    quick = ["out", "--retain", "15/16", "--num-sequences", "2", "--num-eval-sequences", "6", "--seq-len", "96"]
-    command = [sys.executable, "-P", ROOT / "examples" / "search_demo.py", *quick]
+    command = [sys.executable, "-P", ROOT / "examples" / "search_apply_compare.py", "out", "6"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert found.stdout.startswith(str(site))
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
-    assert "15 of 16 layers run their indexer" in result.stdout
+    assert "4 of 16 layers run their indexer" in result.stdout
     assert PatternFile.load(tmp_path / "out" / "pattern.yaml").model.num_layers == 16
     assert (tmp_path / "out" / "report.html").stat().st_size > 50_000
+    assert (tmp_path / "out" / "compared.svg").stat().st_size > 5_000
 
 
 def test_what_docs_import_is_there() -> None:
     lines = []
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md")):
+    for page in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("kernels/**/*.md"),
+        *ROOT.glob("extras/**/*.md"),
+    ):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             lines += [
                 (page.name, line) for line in block.splitlines() if re.match(r"(from|import) \w*indexcache", line)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from extras.dense.tests.test_pages import dense_model
+from indexcache_dense.selection import Selection
 from scripts.bench.search.answers import answer, common, judged, plans, read_prompts, repeated
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
-from tests.search.test_pages import dense_model
 
 OPTIONS = argparse.Namespace(seed=0, temperature=0.7, tokens=40, roles=None, pages=5, steps="none,ema:0.9,bounded:1")
 ALL = Selection(page_tokens=16, pages=30, recent_pages=2, sink_pages=1, score="compressed_keys")

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
@@ -43,11 +43,6 @@ def divergence(pattern: str, ranges: list[list[int]]) -> tuple[float, float, int
     return sum(values), sum(value * value for value in values), len(values)
 
 
-def missed(layer: int, row: int, size: int) -> int:
-    """Made up, and no more than 4 steps select."""
-    return made_up(layer, row, size) % (4 * MODEL.index_topk + 1)
-
-
 def scored(value: float = -1.0, shift: int = 0, last: int | None = None) -> dict[str, Any]:
     """An answer to the first sequence."""
     tokens = [int(token) + shift for token in DATA.tokens[0, 8:last]]
@@ -74,11 +69,10 @@ class Stub(HttpStub):
     def __init__(self, ranks: int = 1) -> None:
         self.requests, self.lock, self.passed = 0, threading.Lock(), 0.0
         self.restart(ranks)
-        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap", "misses"]
+        self.config_sha256, self.versions, self.measures = MODEL.config_sha256, VERSIONS, ["kl", "overlap"]
         self.weights_sha256 = "1" * 64
         self.found: dict[str, str] = {}
         self.positions: list[int] = []
-        self.range, self.recorded = (0, 0), list[int]()
         self.sampled = 0
         self.asked: list[tuple[str, str | None]] = []
         self.timed: list[tuple[int | None, str, Any]] = []
@@ -171,12 +165,6 @@ class Stub(HttpStub):
                 self.positions, self.sampled = body["positions"], 0
             case "overlap":
                 return {"overlap": np.eye(LAYERS).tolist(), "queries": self.sampled * len(self.positions)}
-            case "record":
-                self.range, self.recorded = (body["first"], body["tokens"]), []
-            case "misses":
-                full = [layer for layer, role in enumerate(self.patterns[rank]) if role == "F"]
-                [row] = self.recorded
-                return {"misses": {str(layer): [missed(layer, row, size) for size in body["sizes"]] for layer in full}}
         return {}
 
     def generate(self, body: Any) -> Any:
@@ -189,9 +177,6 @@ class Stub(HttpStub):
                     self.kept[rank].add(measured.sequence)
             elif measured.what == "overlap":
                 self.sampled += 1
-            elif measured.what == "misses":
-                assert self.range == (DATA.seq_len - 4, len(body["input_ids"][0]))
-                self.recorded.append(measured.sequence)
             elif measured.sequence in self.kept[rank] and measured.data == protocol.tag(self.data[rank]):
                 self.found[rid] = self.patterns[rank]
         return [{"meta_info": self.scores(self.patterns[rank], tokens, start)} for tokens in body["input_ids"]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from indexcache_search.prices.table import PriceTable
 from indexcache_search.results.held_out import ComparisonResult, SearchResult
+from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import Pattern
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
 from indexcache_search.engines.lease import Lease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.endpoints import Endpoint
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.families import describe
@@ -31,7 +31,7 @@ from tests.conftest import tiny_config
 ANY: TypeAdapter[Any] = TypeAdapter(Any)
 PROMPT = [5, 7, 11, 13, 17]
 PATTERN = Pattern("FSSFSS")
-LAYERS, STEPS, TOPK = 6, 4, 8
+LAYERS = 6
 RANK = {
     "protocol": protocol.VERSION,
     "boot": "b" * 32,
@@ -42,7 +42,7 @@ RANK = {
     "config_sha256": "0" * 64,
     "weights_sha256": "1" * 64,
     "versions": {"sglang": "0.5.23", "torch": "2.13.0", "dtype": "bfloat16", "chunk": "8192"},
-    "measures": ["kl", "overlap", "misses"],
+    "measures": ["kl", "overlap"],
 }
 TOKENS = [[None, 5, None], [-1.5, 7, "a"], [-0.25, 11, None], [0.0, 13, None], [-7.0, 17, None]]
 BEST: list[Any] = [None, [[-1.0, 3, None]], [[-0.25, 11, None]], [[0.0, 13, None]], [[-0.1, 9, None]]]
@@ -135,13 +135,6 @@ KINDS: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], bool]]] = {
         ranks(overlap=OVERLAP.tolist(), queries=12),
         lambda: server().index_overlap(LAYERS),
         sane_overlap,
-    ),
-    "misses": (
-        ranks(misses={"0": [30, 7], "3": [32, 0]}),
-        lambda: server().misses([0, 3], [8, 16], most=STEPS * TOPK),
-        lambda found: (
-            all(0 <= count <= 32 for counts in found.values() for count in counts) and sorted(found) == [0, 3]
-        ),
     ),
     "models": ({"data": [{"id": "m"}]}, lambda: Endpoint("http://host:1").model, lambda name: isinstance(name, str)),
     "prompt": (COMPLETION, lambda: endpoint().logprobs(PROMPT), sane_logprobs),
@@ -246,9 +239,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("overlap", ranks(overlap=(OVERLAP * 2).tolist(), queries=12), "an overlap that is none"),
     ("overlap", ranks(overlap=(OVERLAP * 0).tolist(), queries=12), "an overlap that is none"),
     ("overlap", ranks(overlap=np.tril(OVERLAP).tolist(), queries=12), "an overlap that is none"),
-    ("misses", ranks(misses={"0": [10**9, 7], "3": [32, 0]}), "counted 1000000000 misses of a layer, which selects 32"),
-    ("misses", ranks(misses={"0": [1.5, 7], "3": [32, 0]}), "ranks.0.misses.0.0: Input should be a valid integer"),
-    ("misses", ranks(misses={"0": [1, 7]}), "counted layers"),
     ("generate", [*GENERATED, *GENERATED], "gave 2 answers to 1 sequences"),
     (
         "generate",
@@ -358,7 +348,7 @@ def test_a_proxy_that_refuses_says_nothing_of_the_key(
         endpoint().generate(PROMPT, 1)
 
 
-@pytest.mark.parametrize("action", ["status", "baseline", "kl", "overlap", "misses"])
+@pytest.mark.parametrize("action", ["status", "baseline", "kl", "overlap"])
 def test_a_server_that_is_busy_is_lost_for_a_while(action: str, answering: Callable[..., None]) -> None:
     answering(b'{"error": "busy: requests are running"}', 409)
     with pytest.raises(ServerLostError, match=r"http://host:1: .*requests are running"):

@@ -15,19 +15,20 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.table import PriceTable
-from indexcache_search.search.settings import Budget, Settings
-from indexcache_search.strategies import budget_search, strategy_of
+from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.base import Goal, Outcome, TimeGoal
-from indexcache_search.strategies.budget_fit import BudgetFit, with_blocks
-from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.strategies.budget import search as budget_search
+from indexcache_search.strategies.budget.fit import BudgetFit, with_blocks
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.search import BudgetSearch
+from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternFileError
 from sglang_indexcache.families import describe
-from sglang_indexcache.files.pattern_file import ModelSection
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.pattern_file.file import ModelSection
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.conftest import tiny_config, tiny_dense_config
 from tests.search.test_strategies import TableEngine, found_by, judge_of, token_set
 
@@ -85,7 +86,7 @@ class Model:
 def search(model: Model, budget: float, most_full: int = 5) -> tuple[Pattern, Outcome]:
     """Search within so many milliseconds; return the pattern found, and the whole outcome."""
     plan = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
-    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, plan=plan)
+    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=plan)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(BudgetSearch(), goal, judge)
     assert outcome.plan is not None
@@ -199,8 +200,8 @@ def test_what_can_not_be_priced_is_refused(change: dict[str, Any], message: str)
 
 def test_a_time_of_decoding_is_a_number_of_layers() -> None:
     goal = tiny_settings(decode=Budget(0.95, 131072)).goal(describe(tiny_config(), "tiny"))
-    assert goal.plan is not None and goal.plan.most_full == 3
-    native, prices = goal.native, goal.plan.prices
+    assert goal.budget is not None and goal.budget.most_full == 3
+    native, prices = goal.native, goal.budget.prices
     shares = [prices.decode_share(native.keeping(native.full_layers[:count]), native) for count in (3, 4)]
     assert shares[0] <= 0.95 < shares[1]
 

@@ -6,7 +6,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -16,16 +16,18 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import sglang_indexcache
-from indexcache_search.cli import distill, evaluate, search
-from indexcache_search.cli import watch as watch_cli
+from indexcache_lab import cli as lab_cli
+from indexcache_lab.edge import cli as edge_cli
+from indexcache_lab.eviction import cli as eviction_cli
+from indexcache_lab.key_delta import cli as key_delta_cli
+from indexcache_lab.offload import cli as offload_cli
+from indexcache_search.cli import evaluate, search
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.command import application
 from indexcache_search.errors import SearchError
-from indexcache_search.lab import cli as lab_cli
-from indexcache_search.lab.edge import cli as edge_cli
-from indexcache_search.lab.eviction import cli as eviction_cli
-from indexcache_search.lab.key_delta import cli as key_delta_cli
-from indexcache_search.lab.offload import cli as offload_cli
+from indexcache_search.searching.job import SearchJob
+from indexcache_train import cli as distill
+from indexcache_watch import cli as watch_cli
 from sglang_indexcache import check, launch_server
 
 COMMANDS = {
@@ -68,8 +70,9 @@ def numbers_of(hint: Any, where: str) -> Iterator[tuple[str, Any]]:
     if hint in (int, float):
         yield where, None
     elif is_dataclass(hint) and not hasattr(hint, "parse"):
-        for key, inner in get_type_hints(hint, include_extras=True).items():
-            yield from numbers_of(inner, f"{where} {key}")
+        hints = get_type_hints(hint, include_extras=True)
+        for item in fields(hint):
+            yield from numbers_of(hints[item.name], f"{where} {item.name}")
     for inner in get_args(hint):
         yield from numbers_of(inner, where)
 
@@ -126,8 +129,8 @@ def test_the_lab_without_an_experiment_names_them() -> None:
 # -- options that nothing reads
 
 RUNS = (
-    *("search.run.run", "compare.run.run", "harness.run.run", "distill.run.run", "distill.search_first.run"),
-    *("lab.offload.run.run", "lab.key_delta.run.run", "lab.eviction.run.run"),
+    *("search.searching.run", "search.eval.run", "search.eval.harness.run"),
+    *("train.distill.run", "train.distill.search_first", "lab.offload.run", "lab.key_delta.run", "lab.eviction.run"),
 )
 ELSEWHERE = {"max_increase", "dry_run", "estimate", "hourly_price", "config", "version"}
 """Read when a run is over, or in the place of one."""
@@ -207,13 +210,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Record the arguments of each run as text, but for the command line itself."""
     found: list[str] = []
 
-    def note(*arguments: Any, command: str = "", **options: Any) -> None:
+    def note(*arguments: Any, **options: Any) -> None:
+        if isinstance(arguments[0], SearchJob):
+            arguments = (replace(arguments[0], command=None),)
         found.append(repr((arguments, options)))
         raise typer.Exit(0)
 
     for name in RUNS:
-        monkeypatch.setattr(f"indexcache_search.{name}", note)
-    monkeypatch.setattr("indexcache_search.harness.run.check", lambda addresses: None)
+        monkeypatch.setattr(f"indexcache_{name}.run", note)
+    monkeypatch.setattr("indexcache_search.eval.harness.run.check", lambda addresses: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").write_text("{{ messages }}")
     return found
@@ -234,9 +239,9 @@ def values_for(function: Function, option: str) -> list[Any]:
     kind = get_type_hints(function)[option]
     group = kind_of(kind)
     if group:
-        keys = {field.name for field in fields(group)}
+        keys = {"name", *group.settable()} if hasattr(group, "settable") else {field.name for field in fields(group)}
         known = [item for item in SETTINGS[option] if item.rpartition(",")[2].partition("=")[0] in keys]
-        known = [item for item in known if item != "name=sglang" or group is search.SearchEngineChoice]
+        known = [item for item in known if item != "name=sglang" or function is search.search]
         assert len({item.rpartition(",")[2].partition("=")[0] for item in known}) >= len(keys) - ("name" in keys), (
             option
         )
@@ -321,17 +326,17 @@ MISTAKES = {
         "--retain x",
         "--selection steps=x",
     ],
-    "indexcache_search.cli.distill": [
+    "indexcache_train.cli": [
         "--sparse steps=0,lr=1",
         "--model x",
         "--pattern none.yaml",
         "--engine naive:x=1",
     ],
-    "indexcache_search.lab.offload.cli": ["--buffers 0", "--server batch=0", "--model x", "--engine sglang"],
-    "indexcache_search.lab.eviction.cli": ["--body lr=-1", "--model x", "--heads bias=x --model x --training x"],
-    "indexcache_search.lab.key_delta.cli": ["search --near window=2 --model x --calibration x"],
-    "indexcache_search.lab.edge.cli": ["--model x --contexts x"],
-    "indexcache_search.cli.watch": [
+    "indexcache_lab.offload.cli": ["--buffers 0", "--server batch=0", "--model x", "--engine sglang"],
+    "indexcache_lab.eviction.cli": ["--body lr=-1", "--model x", "--heads bias=x --model x --training x"],
+    "indexcache_lab.key_delta.cli": ["search --near window=2 --model x --calibration x"],
+    "indexcache_lab.edge.cli": ["--model x --contexts x"],
+    "indexcache_watch.cli": [
         *("--served x", "--served x --reference http://y --requests z", "--buckets 9,8", "--sample 2", "--nope"),
     ],
 }
@@ -361,5 +366,5 @@ def test_mistakes_are_answered_before_anything_large_is_imported(module: str, tm
 
 def test_a_search_imports_models_of_transformers_only_where_it_runs_them() -> None:
     """They take seconds, before each dry run and each search in SGLang."""
-    code = "import sys, indexcache_search.search.run; assert 'transformers.modeling_utils' not in sys.modules"
+    code = "import sys, indexcache_search.searching.run; assert 'transformers.modeling_utils' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
-from indexcache_search.compare import measure, tasks
-from indexcache_search.compare.candidates import named_lines
 from indexcache_search.errors import DataError
+from indexcache_search.eval import measure, tasks
+from indexcache_search.eval.candidates import named_lines
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.http_stub import Answering, HttpStub
 
 
@@ -149,7 +149,7 @@ def test_sequences_that_run_in_parts_give_the_same(
     ("more", "message"),
     [
         ([], "expected either --pattern or --endpoint"),
-        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 DSA layers"),
+        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 layers that select"),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
         (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),

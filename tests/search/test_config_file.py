@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import sglang_indexcache
 from indexcache_search.cli.bounded import SEED
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
-from indexcache_search.cli.config import server_flags
+from indexcache_search.cli.config import sections, server_flags
 
 NEEDS = {"deep": (OptionNeed("--model", lambda given: bool(given["model"])),)}
 found: list[dict[str, Any]] = []
@@ -103,6 +103,21 @@ def test_what_is_not_read_is_refused_with_file_and_key(text: str, line: str, tmp
     done = run(tmp_path, text)
     shown = " ".join(done.output.split())
     assert done.exit_code == 2 and line in shown.replace(f"{tmp_path}/", "") and not found, done.output
+
+
+def test_sections_are_of_the_commands_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in another's is not looked at, its own and what stands outside counts, and no key twice."""
+    assert sections() == ("distill", "eval", "offload", "search", "watch")
+    monkeypatch.setattr("indexcache_search.cli.config.sections", lambda: ("other", "run"))
+    assert run(tmp_path, "seed: 3\nother: {nothing: of ours}\nrun: {model: m}").exit_code == 0
+    assert (found[0]["model"], found[0]["seed"]) == ("m", 3)
+    for text, line in (
+        ("seed: 3\nrun: {seed: 4}", "run: seed stands outside of the section, too"),
+        ("other: [1]", "other: expected a mapping of option names"),
+        ("watching: {seed: 4}", "watching: no such option of run"),
+    ):
+        refused = run(tmp_path, text)
+        assert refused.exit_code == 2 and line in re.sub(r"\s+", " ", refused.output), refused.output
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

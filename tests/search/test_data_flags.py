@@ -12,12 +12,13 @@ import typer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from indexcache_lab.offload import cli as offload_cli
 from indexcache_search import demo
-from indexcache_search.cli import distill, evaluate, search
+from indexcache_search.cli import evaluate, search
 from indexcache_search.data import dry_run
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.lab.offload import cli as offload_cli
+from indexcache_train import cli as distill
 
 SOURCE_OF = {search.app: "--calibration", distill.app: "--training", evaluate.app: "--evaluation"}
 NAMES = {"--calibration": "search", "--training": "distill", "--evaluation": "eval"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from indexcache_search import demo
-from indexcache_search.cli import distill, search
+from indexcache_search.cli import search
 from indexcache_search.data import turns
 from indexcache_search.data.packing import Packer, Wish
 from indexcache_search.data.reader import WHOLE, TokenReader
@@ -23,7 +23,9 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.data.turns import Document, in_turn
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.search.run import SearchData, token_sets
+from indexcache_search.searching.begin import token_sets
+from indexcache_search.searching.job import SearchData
+from indexcache_train import cli as distill
 from sglang_indexcache.families import describe
 from tests.conftest import tiny_config
 

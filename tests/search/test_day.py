@@ -113,10 +113,8 @@ def test_a_day_that_is_killed_five_times_ends_in_the_identical_folder(
 
 def test_the_run_files_of_the_page_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(
-        "indexcache_search.search.run.show_data", lambda model, data, runtime, what: ran.append(runtime)
-    )
-    monkeypatch.setattr("indexcache_search.compare.run.run", lambda *given: ran.append(given[1]))
+    monkeypatch.setattr("indexcache_search.searching.begin.show_data", lambda job: ran.append(job.run))
+    monkeypatch.setattr("indexcache_search.eval.run.run", lambda job: ran.append(job.candidates))
     page = Path(__file__).parents[2] / "docs" / "rented-node.md"
     files = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     for number, text in enumerate(files):
@@ -157,8 +155,8 @@ def test_a_thousand_mutated_run_files_end_in_one_line_each(
 ) -> None:
     """Or are as good as the right one, and then name what is to be run; nothing runs here."""
     ran: list[bool] = []
-    monkeypatch.setattr("indexcache_search.search.run.show_data", lambda *given: ran.append(True))
-    monkeypatch.setattr("indexcache_search.compare.run.run", lambda *given: ran.append(True))
+    monkeypatch.setattr("indexcache_search.searching.begin.show_data", lambda *given: ran.append(True))
+    monkeypatch.setattr("indexcache_search.eval.run.run", lambda *given: ran.append(True))
     monkeypatch.chdir(tmp_path)
     file = run_file(model_folder, token_file, tmp_path / "out")
     right, draw = file.read_text(), random.Random(12)

@@ -19,14 +19,14 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Settings
 from indexcache_search.strategies import strategy_of
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
+from sglang_indexcache.io.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch

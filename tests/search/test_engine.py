@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from indexcache_search.engines import transformers as transformers_engine
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.prefix import Copy, LayerState, PrefixCache
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import FileError, ModelConfigError, PatternError
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.errors import FileError, ModelConfigError, PatternError
 from tests.conftest import LAYERS, TOPK, random_tokens, save_model, tiny_config, tiny_engine
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Losses
 from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.losses import Losses
 
 
 def token_set(source_of: list[int]) -> TokenSet:

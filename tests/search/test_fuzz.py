@@ -26,21 +26,21 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app as search_app
-from indexcache_search.compare.endpoints import Endpoint
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import save_set
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer, ServerBusyError, ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.eval.endpoints import Endpoint
 from indexcache_search.evaluation.records import Sealer, append
 from indexcache_search.hf.loading import read_config
 from sglang_indexcache import IndexCacheError, PatternFile
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import describe
-from sglang_indexcache.files import atomic
-from sglang_indexcache.files.naming import naming
 from sglang_indexcache.http import client, connection, servers
-from sglang_indexcache.model.checkpoint import Checkpoint
+from sglang_indexcache.io import atomic
+from sglang_indexcache.io.naming import naming
 from sglang_indexcache.process import exit_line
 from tests.conftest import VOCAB, random_tokens, tiny_config
 from tests.core.test_pattern_file import GOOD
@@ -191,7 +191,7 @@ RIGHT = {
 
 
 def test_two_hundred_answers_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexcache_search.engines.calibration_server.BUSY_SECONDS", 0.2)
+    monkeypatch.setattr("indexcache_search.engines.calibration_client.BUSY_SECONDS", 0.2)
     rng = random.Random(10)
     current: list[bytes] = [b""]
     with server(lambda connection: connection.sendall(current[0])) as url:
@@ -360,7 +360,7 @@ def test_what_nobody_thought_of_is_one_line_and_a_file(
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("indexcache_search.search.search.Search.find", fail)
+    monkeypatch.setattr("indexcache_search.searching.search.Search.find", fail)
     base = ["--model", str(model_folder), "--calibration", str(token_file), "--seq-len", "32", "--device", "cpu"]
     base += ["--num-sequences", "2", "--num-eval-sequences", "2", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(search_app, base)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 
+from indexcache_dense.reuse import ReusePolicy
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.groups import group
 from indexcache_search.errors import SearchError
-from sglang_indexcache.pattern.reuse import ReusePolicy
 
 
 @dataclass(frozen=True, kw_only=True)

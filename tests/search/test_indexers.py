@@ -16,22 +16,22 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from indexcache_kernels.transformers import use_kernels
-from indexcache_search.cli.distill import app as distill_app
+from indexcache_lab.offload.cli import app as offload_app
 from indexcache_search.cli.evaluate import app
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import DataError, SearchError
 from indexcache_search.hf.indexers import block_selection
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.lab.offload.cli import app as offload_app
+from indexcache_train.cli import app as distill_app
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
-from sglang_indexcache.errors import PatternError, PatternFileError
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.families.dsa.spellings import indexer_types, to_sglang, to_vllm
-from sglang_indexcache.files.pattern_file import ModelSection
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.families.dsa.override import indexer_types, to_sglang, to_vllm
+from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.pattern.indexer_setting import NO_CANDIDATES, QUERIES
+from sglang_indexcache.pattern_file.file import ModelSection
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.conftest import LAYERS, TOPK, VOCAB, random_tokens, tiny_config, tiny_engine, tiny_model, tiny_v4_config
 
 SEQ_LEN, REPLY = 56, 13
@@ -166,7 +166,7 @@ def test_a_block_shares_what_its_mean_scores_highest(queries: int) -> None:
     torch.manual_seed(queries)
     q, k, weights = torch.randn(2, 43, 32, 8), torch.randn(2, 43, 8), torch.randn(2, 43, 32)
     prompt = torch.stack([torch.arange(43) < 43, torch.arange(43) < 30])
-    found = block_selection(q, k, weights, queries, TOPK, prompt)
+    found = block_selection(q, k, weights, queries, TOPK, prompt=prompt)
     expected = in_words(q, k, weights, queries, TOPK, prompt)
     for row in range(2):
         for position in range(43):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.engines.base import Evaluation
+from indexcache_dense.selection import DEFAULT
 from indexcache_search.errors import JournalError
 from indexcache_search.evaluation.journal import Journal, recorded
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.records import Sealer
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import DEFAULT
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
 EVALUATION = Evaluation(

@@ -17,10 +17,7 @@ from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.overlap import Overlap, common_indices
 from sglang_indexcache.calibration.passes import parts
 from sglang_indexcache.calibration.preflight import CalibrationError
-from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured
-from sglang_indexcache.calibration.selections import Selections
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.lru_buffer import hisparse_misses
+from sglang_indexcache.calibration.protocol import KEEP, KL, OVERLAP, Measured
 
 HIDDEN, VOCAB, LENGTH = 4, 11, 30
 HEAD = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -71,7 +68,7 @@ def test_request_ids() -> None:
     measured = Measured(KL, 12, "data", "abc")
     assert Measured.parse(measured.rid) == measured
     assert Measured.new(KL, 12, "0123456789abcdef" * 4).data == "0123456789abcdef"
-    for rid in ("abc", "indexcache:kl:1:x", "indexcache:what:1:d:x", "indexcache:kl:one:d:x", "other:kl:1:d:x"):
+    for rid in ("abc", "indexcache:kl:1:x", "indexcache::1:d:x", "indexcache:kl:one:d:x", "other:kl:1:d:x"):
         assert Measured.parse(rid) is None
 
 
@@ -276,74 +273,3 @@ def test_nothing_sampled_is_an_error(registered: list[Any]) -> None:
 def test_missing_indices_are_common_to_no_one() -> None:
     sets = torch.tensor([[[-1, -1, 3, 5]], [[-1, 3, 4, 5]]])
     assert common_indices(sets).tolist() == [[[2, 2], [2, 3]]]
-
-
-class Told:
-    """A calibration whose family says what is selected as positions plus 100 for each request before."""
-
-    def __init__(self) -> None:
-        self.family = SimpleNamespace(sglang=self)
-
-    def positions(self, batch: Any, layer: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        return (selected - 100 * requests[:, None]).int()
-
-
-def recorded(selections: Selections, indices: Tensor, passes: Sequence[tuple[int, int]], rid: str) -> None:
-    """A request's passes behind an ordinary one; layers 0 and 2 of three are F."""
-    for first, last in passes:
-        selections.before_forward(
-            SimpleNamespace(device="cpu"), forward_batch([("other", 0, 4, 0), (rid, first, last - first, 0)])
-        )
-        for layer in range(3):
-            rows = torch.cat([torch.zeros(4, 6, dtype=torch.long), indices[layer, first:last] + 100])
-            selections.capture(layer_id=layer, topk_indices=rows.int())
-
-
-def test_misses_are_those_of_the_recorded_selections(registered: list[Any]) -> None:
-    """Over two chunks; S layers and what stands before the first step are left out."""
-    generator = torch.Generator().manual_seed(3)
-    indices = torch.stack(
-        [torch.stack([torch.randperm(max(6, at + 1), generator=generator)[:6] for at in range(40)]) for _ in range(3)]
-    )
-    selections = Selections(Told())  # type: ignore[arg-type]
-    selections.begin(first=25, tokens=40, roles="FSF")
-    assert registered == [selections]
-    recorded(selections, indices, [(0, 20), (20, 30), (30, 40)], Measured(MISSES, 0, "data", "n").rid)
-    found = selections.end([6, 12, 64])
-    assert registered[-1] is None and sorted(found["misses"]) == ["0", "2"]
-    for layer in (0, 2):
-        steps = [(indices[layer, at].int().numpy(), at + 1) for at in range(25, 40)]
-        assert found["misses"][str(layer)] == [sum(hisparse_misses(steps, size, 25)) for size in (6, 12, 64)]
-        assert found["misses"][str(layer)][0] > found["misses"][str(layer)][1] > found["misses"][str(layer)][2] == 0
-    selections.before_forward(
-        SimpleNamespace(device="cpu"), forward_batch([(Measured(MISSES, 0, "data", "m").rid, 0, 4, 0)])
-    )
-    selections.capture(layer_id=0, topk_indices=torch.zeros(4, 6))  # nothing is recorded any more
-
-
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [],
-        [([(0, 20), (20, 30)], "n")],  # not to its end
-        [([(0, 40)], "n"), ([(0, 40)], "m")],
-        [([(0, 40)], "n"), ([(30, 40)], "n")],  # run again
-    ],
-)
-def test_what_was_not_recorded_once_is_an_error(registered: list[Any], requests: Any) -> None:
-    indices = torch.arange(6).expand(3, 40, 6)
-    selections = Selections(Told())  # type: ignore[arg-type]
-    selections.begin(25, 40, "FSF")
-    for passes, nonce in requests:
-        recorded(selections, indices, passes, Measured(MISSES, 0, "data", nonce).rid)
-    with pytest.raises(CalibrationError, match="recorded others than 15 queries of one request"):
-        selections.end([6])
-    assert registered[-1] is None
-
-
-def test_a_buffer_that_holds_too_little_is_an_error(registered: list[Any]) -> None:
-    selections = Selections(Told())  # type: ignore[arg-type]
-    selections.begin(25, 40, "FSF")
-    recorded(selections, torch.arange(6).expand(3, 40, 6), [(0, 40)], Measured(MISSES, 0, "data", "n").rid)
-    with pytest.raises(IndexCacheError, match="a buffer of 5 items can't hold 6"):
-        selections.end([5])

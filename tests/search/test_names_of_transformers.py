@@ -16,13 +16,13 @@ from indexcache_kernels import KernelInputError
 from indexcache_kernels import transformers as on_transformers
 from indexcache_kernels.indexer_forward import CACHE_NAMES
 from indexcache_kernels.transformers import key_ranges, use_kernels
-from indexcache_search.distill.model import Distillation
 from indexcache_search.engines.measurements import output_similarity
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.device import resolve_attention
 from indexcache_search.hf.indexers import in_blocks
 from indexcache_search.hf.roles import apply_roles
+from indexcache_train.distill.model import Distillation
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 from tests.conftest import VOCAB, tiny_config, tiny_model

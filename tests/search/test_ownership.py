@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,15 +18,16 @@ from typing import Any
 import pytest
 
 from indexcache_search.errors import FolderError, SearchError
-from indexcache_search.owned import folder as owned_folder
-from indexcache_search.owned.folder import OwnFolder
-from indexcache_search.owned.lock import LOCK, locked
-from indexcache_search.owned.outputs import outputs
-from indexcache_search.owned.overlap import check_apart
+from indexcache_search.eval.result import EVER, FILES, HARNESS
 from indexcache_search.results.names import unique_names
-from sglang_indexcache.files.atomic import write_atomically
-from sglang_indexcache.files.result_folder import MARK
-from sglang_indexcache.files.spec import PatternSpec
+from indexcache_search.workdir import folder as owned_folder
+from indexcache_search.workdir.folder import OwnFolder
+from indexcache_search.workdir.lock import LOCK, locked
+from indexcache_search.workdir.outputs import outputs
+from indexcache_search.workdir.overlap import check_apart
+from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.pattern_file.result_folder import MARK
 
 COMMAND = "indexcache-distill"
 NAMES = ("metrics.json", "pattern.yaml")
@@ -69,6 +71,26 @@ def test_a_run_writes_again_what_it_wrote(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / MARK).read_text())["command"] == COMMAND
     with pytest.raises(FolderError, match=f"holds what {COMMAND} wrote; choose another --output for indexcache-eval"):
         own(tmp_path / "out", "indexcache-eval").check()
+
+
+def test_files_of_other_runs_are_the_commands_own_and_no_others(tmp_path: Path) -> None:
+    """Such as a harness's, where losses are compared now; each command says its own names."""
+    out = tmp_path / "out"
+    with OwnFolder(out, "indexcache-eval", HARNESS, "--output", EVER).held() as folder:
+        folder.write("harness.json", "{}")
+        folder.growing("lm-eval.log").write_text("asked")
+    with outputs("indexcache-eval", out, out, FILES, {}, ever=EVER) as found:
+        assert found.results.clear() == [out / "harness.json"]
+        found.results.write("eval.json", "{}")
+        found.journal()
+    with outputs("indexcache-eval", out, out / "work", FILES, {}, ever=EVER) as found:  # the journal was in `out`
+        found.results.write("eval.json", "{}")
+    mark = json.loads((out / MARK).read_text())
+    for name in ("thesis.tex", "metrics.json", "../out/eval.json", "a/eval.json", "", "."):
+        (out / MARK).write_text(json.dumps({**mark, "files": {**mark["files"], name: None}}))
+        for own_folder in (OwnFolder(out, "indexcache-eval", FILES, "--output", EVER), own(out, "indexcache-eval")):
+            with pytest.raises(FolderError, match=rf"names '{re.escape(name)}', which .* writes there|never writes"):
+                own_folder.check()
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -219,7 +241,7 @@ def test_files_that_grow(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from indexcache_search.owned.lock import locked
+from indexcache_search.workdir.lock import locked
 
 with locked(Path(sys.argv[1]), "indexcache-search"):
     print("held", flush=True)
@@ -260,7 +282,7 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
     def refused(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("indexcache_search.owned.lock.fcntl.flock", refused)
+    monkeypatch.setattr("indexcache_search.workdir.lock.fcntl.flock", refused)
     with pytest.raises(FolderError, match="No locks available; expected a file system that has locks"):
         own(tmp_path).held().__enter__()
 
@@ -305,7 +327,7 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path, monkeyp
     write_atomically(tmp_path / "a.json", "whole")
     assert not left.exists() and len(names_in(tmp_path)) == len(theirs) + 2
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as raised:
-        patch.setattr("sglang_indexcache.files.atomic.os.fsync", full)
+        patch.setattr("sglang_indexcache.io.atomic.os.fsync", full)
         write_atomically(tmp_path / "a.json", "more")
     assert raised.value.filename == str(tmp_path / "a.json")
     assert (tmp_path / "a.json").read_text() == "whole" and len(names_in(tmp_path)) == len(theirs) + 2

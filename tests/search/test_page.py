@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.compare import result
+from indexcache_search.eval import result
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.page.advice import ALLOWANCES, choose, less_likely
-from indexcache_search.page.figures import chart
-from indexcache_search.page.frontier import section, spelt
-from indexcache_search.page.points import Frontier, Point, Speed, estimated, timed
-from indexcache_search.prices.table import PriceTable
+from indexcache_search.report.advice import ALLOWANCES, choose, less_likely
+from indexcache_search.report.figures import chart
+from indexcache_search.report.frontier import section, spelt
+from indexcache_search.report.points import Frontier, Point, Speed, estimated, timed
+from indexcache_search.report.search import render
 from indexcache_search.results.held_out import GainResult, HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import Kind
-from indexcache_search.search.report import render
+from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import Pattern
 from tests.search.made_results import (
     priced_content,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.compare import result
-from indexcache_search.search.report import render
+from indexcache_search.eval import result
+from indexcache_search.report.search import render
 from tests.search.made_results import priced_content, sample_comparison, sample_content, sample_metrics
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from indexcache_search.compare import result
-from indexcache_search.page.frontier import environment, section, spelt
-from indexcache_search.search import model_card
-from indexcache_search.search.report import render
+from indexcache_search.eval import result
+from indexcache_search.report.frontier import environment, section, spelt
+from indexcache_search.report.search import render
+from indexcache_search.searching import model_card
 from tests.search.made_results import estimate, sample_comparison, sample_content, sample_metrics
 from tests.search.test_page import frontier, point
 

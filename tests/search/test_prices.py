@@ -12,11 +12,12 @@ import pytest
 
 from indexcache_search import demo
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.speed.estimate import prices_at
+from indexcache_search.evaluation.identity import Place
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.prices.pricing import BY_ARCHITECTURE, column, priced, table_of
-from indexcache_search.prices.table import TABLES, Place, PriceTable, known
-from indexcache_search.search.settings import BLOCKS, Budget
-from indexcache_search.speed.estimate import prices_at
+from indexcache_search.searching.settings import BLOCKS, Budget
+from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, column, priced, table_of
+from indexcache_search.strategies.budget.table import TABLES, PriceTable, known
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prices import of_all_kinds
 from sglang_indexcache import ModelLayers, Pattern

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.command import application, command_line
 from indexcache_search.cli.search import app
-from indexcache_search.owned.mark import Mark
-from indexcache_search.search import model_card
-from indexcache_search.search.comparison import IN_TIME
-from indexcache_search.search.run import Files, show
+from indexcache_search.results.variant import IN_TIME
+from indexcache_search.searching import model_card
+from indexcache_search.searching.job import Files
+from indexcache_search.searching.show import show
+from indexcache_search.workdir.mark import Mark
 from sglang_indexcache import PatternFile
 from sglang_indexcache.check import main
-from sglang_indexcache.files.result_folder import CARD, FILES, MARK, METRICS, PATTERN, ResultFolder
+from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PATTERN, ResultFolder
 from tests.fake_hub import COMMIT, FakeHub, serving, use
 from tests.search.test_fuzz import mutated, one_line_or
 from tests.search.test_report import row, sample_content, sample_metrics

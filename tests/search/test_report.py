@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from indexcache_search.console import Remaining, bar
+from indexcache_search.report.search import render
+from indexcache_search.report.search.figures import changes_figure
 from indexcache_search.results import tables
-from indexcache_search.search.progress import Remaining, SearchProgress, bar
-from indexcache_search.search.report import render
-from indexcache_search.search.report.figures import changes_figure
+from indexcache_search.searching.progress import SearchProgress
 from tests.conftest import random_tokens
 from tests.search.made_results import estimate, row, sample_content, sample_metrics
 

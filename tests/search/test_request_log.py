@@ -12,7 +12,7 @@ import pytest
 import indexcache_search
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.errors import DataError
-from indexcache_search.watch.requests import RequestLog
+from indexcache_watch.requests import RequestLog
 
 STAMP = "[2026-11-29 04:00:00] "
 

@@ -10,9 +10,9 @@ import torch
 
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
+from sglang_indexcache.io.errors import PatternError
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 
 SEQ_LEN = 40

@@ -14,13 +14,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from indexcache_search import demo
-from indexcache_search.compare.tasks import sample
 from indexcache_search.data import templates
 from indexcache_search.data.chats import Chat, Text
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.data.templates import RowOptions, read_template
 from indexcache_search.errors import DataError, RowError
+from indexcache_search.eval.tasks import sample
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool {{ t.function.name }}>{% endfor %}"

@@ -15,11 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
+from indexcache_search.engines.settings import RunSettings
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.searching.job import Files, SearchData, SearchJob
+from indexcache_search.searching.run import run as search
+from indexcache_search.searching.settings import Settings
+from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
-from sglang_indexcache.families.dsa.spellings import indexer_types
+from sglang_indexcache.families.dsa.override import indexer_types
 from tests.conftest import LAYERS, tiny_config, tiny_model
 from tests.forked import forked, killed_at
 
@@ -61,6 +66,29 @@ def test_greedy_writes_a_pattern_file_that_fits_the_model(finished: Path) -> Non
     assert file.calibration.scored_tokens == 2 * (32 - 8 - 1)
     names = ["README.md", "indexcache-run.json", "metrics.json", "pattern.yaml", "report.html", "work"]
     assert sorted(path.name for path in finished.iterdir()) == names
+
+
+def test_a_job_returns_what_it_writes_and_prints_nothing(
+    model_folder: Path, token_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = SearchJob(
+        model=str(model_folder),
+        data=SearchData(
+            calibration=(str(token_file),),
+            evaluation=(str(token_file),),
+            seq_len=32,
+            num_sequences=2,
+            num_eval_sequences=3,
+        ),
+        run=RunSettings(device="cpu"),
+        settings=Settings(retain=(Fraction(1, 2),), strategy=strategy_of("uniform")),
+        files=Files(folder=tmp_path / "out", work_dir=tmp_path / "out" / "work", restart=False),
+    )
+    capfd.readouterr()
+    result = search(job)
+    assert capfd.readouterr() == ("", "")
+    assert json.loads(json.dumps(result.as_json())) == metrics(tmp_path / "out")
+    assert result.pattern_file == PatternFile.load(tmp_path / "out" / "pattern.yaml")
 
 
 def test_metrics_compare_all_patterns_on_held_out_data(finished: Path) -> None:
@@ -196,7 +224,7 @@ def test_models_and_data_that_are_missing(token_file: Path, tmp_path: Path) -> N
         result = run(*options)
         assert result.exit_code == 2 and message in result.stderr
     result = run("--strategy", "best")
-    names = "lazy, greedy, exhaustive, uniform, similarity, shift, recall"
+    names = "lazy, greedy, exhaustive, uniform, similarity, recall, shift"
     assert result.exit_code == 2 and f"'--strategy': found 'best', expected one of {names}" in result.stderr
 
 
@@ -281,7 +309,7 @@ def test_ctrl_c_leaves_the_patterns_found_so_far(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("indexcache_search.search.run.comparison_lines", interrupted)
+    monkeypatch.setattr("indexcache_search.searching.run.comparison_lines", interrupted)
     assert run(*arguments(model_folder, token_file, tmp_path, "--strategy", "lazy")).exit_code == 130
     partial = PatternFile.load(tmp_path / "work" / "pattern.partial.yaml")
     assert [len(partial.pattern_at(kept).full_layers) for kept in (Fraction(1, 2), Fraction(1, 3))] == [3, 2]

@@ -14,15 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.sglang import SglangEngine
-from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.search.comparison import comparison_lines, evaluated
-from indexcache_search.search.estimate import Estimate, estimate
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.searching.begin import Begun
+from indexcache_search.searching.comparison import comparison_lines, evaluated
+from indexcache_search.searching.forecast import Forecast, forecast_of
+from indexcache_search.searching.settings import Settings
 from indexcache_search.strategies import strategy_of
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from tests.search.test_search import arguments
@@ -51,15 +50,15 @@ def test_the_estimate_is_within_a_quarter_of_what_it_took(name: str, layers: int
     engine, settings = ClockedEngine(layers, seed, Structure()), settings_of(name)
     calibration, held_out, goal = engine.tokens(32), engine.tokens(48, seed=1), settings.goal(engine.model)
     names = identity(engine, calibration, held_out, "nll")
-    sets = (calibration, held_out, "nll", settings.strategy, goal)
     with Journal(tmp_path / "first", names, today()) as journal:
-        found = estimate(engine, *sets, journal, lambda name: None, 0.0, 10**9, 60.0)
+        begun = Begun(settings, goal, engine, calibration, held_out, journal)
+        found = forecast_of(begun, model_bytes=10**9, seconds=60.0)
         assert found.done >= 60.0
     with Journal(tmp_path / "first", names, today()) as journal:  # the search goes on from there
         before = journal.path.read_bytes()
-        chooses = Evaluator(engine, calibration, "nll", journal, "calibration")
-        result = Search(engine, chooses, settings.strategy, goal).find()
-        judges = Evaluator(engine, held_out, "nll", journal, "held-out")
+        begun = replace(begun, journal=journal)
+        chooses, judges = begun.chooses(), begun.judges()
+        result = begun.search(chooses).find()
         list(evaluated(comparison_lines(result, engine.model.native, {}), judges))
         assert journal.path.read_bytes().startswith(before)
     took = chooses.cost.seconds + judges.cost.seconds
@@ -76,9 +75,9 @@ def test_on_servers_no_patterns_by_similarity_are_compared(tmp_path: Path) -> No
     """Servers don't measure it: of each retention the pattern found and the uniform one are compared."""
     engine, settings = OnServer(16, 6, Structure()), settings_of("lazy")
     calibration, held_out, goal = engine.tokens(8), engine.tokens(4, seed=1), settings.goal(engine.model)
-    sets = (calibration, held_out, "nll", settings.strategy, goal)
     with Journal(tmp_path, identity(engine, calibration, held_out, "nll"), today()) as journal:
-        found = estimate(engine, *sets, journal, lambda name: None, 3.0, 0, 10.0)
+        begun = Begun(settings, goal, engine, calibration, held_out, journal)
+        found = forecast_of(begun, loading=3.0, seconds=10.0)
     assert found.runs[1] == (1 + 2 + 2) * 4
     assert 10.0 <= found.done < 11.0 and found.prompts > 0 and found.left == found.seconds - found.done
 
@@ -89,14 +88,13 @@ def test_a_beginning_of_one_evaluation_is_enough(tmp_path: Path) -> None:
     calibration, held_out, goal = engine.tokens(8), engine.tokens(8, seed=1), settings.goal(engine.model)
     names = identity(engine, calibration, held_out, "nll")
     with Journal(tmp_path, names, today()) as journal:
-        found = estimate(
-            engine, calibration, held_out, "nll", settings.strategy, goal, journal, lambda name: None, 3.0, 0, 0.0
-        )
+        begun = Begun(settings, goal, engine, calibration, held_out, journal)
+        found = forecast_of(begun, loading=3.0, seconds=0.0)
     assert found.runs[0] > 8 and found.seconds > found.done > 0 and found.loading == 3.0
 
 
 def test_an_estimate_as_text() -> None:
-    found = Estimate(
+    found = Forecast(
         loading=600,
         search=7200,
         held_out=3000,

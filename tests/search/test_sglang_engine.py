@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from indexcache_search.engines import calibration_server, own_server
+from indexcache_search.engines import calibration_client as calibration_server
+from indexcache_search.engines import own_server
 from indexcache_search.engines.answers import same_tokens
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.results.variant import NAMED, Variant
-from indexcache_search.search.prompt_times import PromptTimes
-from indexcache_search.search.run import prices_of
+from indexcache_search.searching.prompt_times import measured_times, prompt_times
+from indexcache_search.searching.run import prices_of
 from indexcache_search.strategies.base import Goal
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.families import describe
@@ -34,7 +35,6 @@ from tests.search.calibration_stub import (
     divergence,
     engine,
     expected,
-    missed,
     scored,
 )
 
@@ -87,7 +87,8 @@ def test_the_baseline_is_run_once_and_again_after_a_restart(stubs: list[Stub]) -
 def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
     stub = Stub(ranks=2)
     for objective in ("nll", "kl"):
-        found = {item.pattern: item for item in engine(stub).evaluate(PATTERNS, DATA, objective)}
+        with closing(engine(stub)) as live:
+            found = {item.pattern: item for item in live.evaluate(PATTERNS, DATA, objective)}
         assert set(found) == set(PATTERNS)
         if objective == "nll":
             assert all(list(item.losses) == pytest.approx(expected(pattern)) for pattern, item in found.items())
@@ -97,42 +98,19 @@ def test_data_parallel_ranks_run_patterns_side_by_side() -> None:
 
 
 def test_overlap(stubs: list[Stub]) -> None:
-    assert (engine(stubs[0]).topk_overlap(DATA, 5) == np.eye(LAYERS)).all()
+    assert (engine(stubs[0]).matrix("overlap", DATA, 5) == np.eye(LAYERS)).all()
     assert len(stubs[0].positions) == 5
     stubs[0].measures = []
-    assert engine(stubs[0]).topk_overlap(DATA, 5) is None
+    assert engine(stubs[0]).matrix("overlap", DATA, 5) is None
 
 
 def test_overlap_moves_to_another_server(stubs: list[Stub]) -> None:
     live = engine(*stubs, patience=0.5)
     stubs[0].fail = lambda path: (0, None)
-    assert (live.topk_overlap(DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
+    assert (live.matrix("overlap", DATA, 5) == np.eye(LAYERS)).all() and stubs[1].sampled == DATA.num_sequences
     stubs[1].fail = lambda path: (0, None)
     with pytest.raises(SearchError, match="no server came back"):
-        live.topk_overlap(DATA, 5)
-
-
-def test_misses_are_what_a_server_counted(stubs: list[Stub]) -> None:
-    """Of one sequence after the other, with the pattern asked for; of another server where one is lost."""
-    live, pattern = engine(*stubs, patience=0.5), PATTERNS[1]
-    for row in (1, 0):
-        found = live.misses(pattern, DATA, row, 4, [8, 16])
-        assert found == {layer: [missed(layer, row, size) for size in (8, 16)] for layer in pattern.full_layers}
-    stubs[0].fail = lambda path: (0, None)
-    assert sorted(live.misses(pattern, DATA, 1, 4, [8])) == list(pattern.full_layers)
-
-    def wrong(path: str) -> tuple[int, Any] | None:
-        answer = {"dp_rank": 0, **stubs[1].status(0), "misses": {"0": [1, 2]}}
-        return (200, {"ranks": [answer]}) if path.endswith("/misses") else None
-
-    stubs[1].fail = wrong
-    with pytest.raises(SearchError, match="counted layers"):
-        live.misses(pattern, DATA, 1, 4, [8])
-    live.close()
-    other = engine(stubs[1])
-    other._measures = frozenset()
-    with pytest.raises(SearchError, match="does not record what is selected"):
-        other.misses(pattern, DATA, 0, 4, [8])
+        live.matrix("overlap", DATA, 5)
 
 
 def lines_of(*patterns: Pattern) -> list[Variant]:
@@ -140,7 +118,7 @@ def lines_of(*patterns: Pattern) -> list[Variant]:
 
 
 def test_prompts_are_timed_plainly_with_each_pattern_in_turn(stubs: list[Stub]) -> None:
-    rows = engine(*stubs).prompt_speed(lines_of(*PATTERNS[:2]), DATA)
+    rows = prompt_times(engine(*stubs), lines_of(*PATTERNS[:2]), DATA)
     assert [row.name for row in rows] == ["baseline", "lazy", "lazy"]
     assert {(row.context, row.turns, row.output_tokens, row.token_ms) for row in rows} == {(DATA.seq_len, 5, 1, None)}
     assert {row.source for row in rows} == {"measured"} and all("calibration server" in row.basis for row in rows)
@@ -153,7 +131,7 @@ def test_prompts_are_timed_plainly_with_each_pattern_in_turn(stubs: list[Stub]) 
 
 def test_prompts_are_timed_on_one_data_parallel_rank() -> None:
     stub = Stub(ranks=2)
-    engine(stub).prompt_speed(lines_of(PATTERNS[0]), DATA)
+    prompt_times(engine(stub), lines_of(PATTERNS[0]), DATA)
     assert {rank for rank, _, _ in stub.timed} == {0}
     assert stub.patterns[1] == "F" * LAYERS  # the other one was never switched
     stub.close()
@@ -163,17 +141,14 @@ def test_times_of_prompts_are_kept_in_the_journal(stubs: list[Stub], tmp_path: P
     measuring, found = engine(stubs[0]), []
     for lines in (lines_of(PATTERNS[0]), lines_of(PATTERNS[0]), lines_of(PATTERNS[1])):
         with Journal(tmp_path, {"of": "a search"}, {}) as journal:
-            found.append(PromptTimes(measuring, DATA, journal).measured(lines))
+            found.append(measured_times(measuring, lines, DATA, journal))
     assert found[0] == found[1] != found[2] and len(stubs[0].timed) == 24
-    with Journal(tmp_path, {"of": "a search"}, {}) as journal:
-        elsewhere = PromptTimes(cast(Any, SimpleNamespace()), DATA, journal)  # of another engine
-        assert not elsewhere.known and elsewhere.measured(lines_of(PATTERNS[0])) == []
 
 
 def test_times_of_prompts_move_to_another_server(stubs: list[Stub]) -> None:
     measuring = engine(*stubs, patience=0.0)
     stubs[0].fail = lambda path: (0, None) if path == "/generate" else None
-    assert len(measuring.prompt_speed(lines_of(PATTERNS[0]), DATA)) == 2
+    assert len(prompt_times(measuring, lines_of(PATTERNS[0]), DATA)) == 2
     assert len(stubs[1].timed) == 12
 
 

@@ -15,19 +15,19 @@ import pytest
 from typer.testing import CliRunner
 
 from indexcache_search.cli.evaluate import app
+from indexcache_search.engines.timed_request import OPENING, Burst, Timing, send
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.table import PriceTable
+from indexcache_search.eval.speed.estimate import estimated, prices_at
+from indexcache_search.eval.speed.servers import check
+from indexcache_search.eval.speed.turns import Load, Prompts, Timed, interval, measured
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
-from indexcache_search.speed.estimate import estimated, prices_at
-from indexcache_search.speed.request import OPENING, Burst, Timing, send
-from indexcache_search.speed.servers import check
-from indexcache_search.speed.turns import Load, Prompts, Timed, interval, measured
+from indexcache_search.strategies.budget.table import PriceTable
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import IndexCacheError
 from sglang_indexcache.families import describe
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.redaction import KEY_VARIABLE
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.redaction import KEY_VARIABLE
 from tests.search.streaming import Events, StreamingStub, tokens_of
 
 POOL = np.arange(1000, dtype=np.int32)

@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation.estimates import student
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.judge import Judge
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.dynamic_program import cheapest_segments
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run

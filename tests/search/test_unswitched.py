@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.compare.unswitched import Unswitched
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.unswitched import Unswitched
 from sglang_indexcache.http.address import Address
 from tests.search.calibration_stub import PATTERNS, Stub
 from tests.search.test_compare import Stub as Plain

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
-from indexcache_search.compare.verdict import beyond, findings
+from indexcache_search.eval.verdict import beyond, findings
 from indexcache_search.evaluation.estimates import Estimate, over
 from indexcache_search.results.held_out import HeldOut, Row, SourceResult
 from indexcache_search.results.variant import Kind

@@ -18,9 +18,9 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf import loading
 from indexcache_search.hf.tensors import read_tensors
 from sglang_indexcache import IndexCacheError, Pattern
-from sglang_indexcache.errors import FileError, ModelConfigError
-from sglang_indexcache.families.dsa.spellings import indexer_types
-from sglang_indexcache.model.checkpoint import weights_digest
+from sglang_indexcache.checkpoint.checkpoint import weights_digest
+from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.errors import FileError, ModelConfigError
 from tests.conftest import LAYERS, random_tokens, save_model, tiny_config, tiny_dense_config, tiny_v4_config
 
 PROJECTION = "model.layers.2.self_attn.o_proj.weight"

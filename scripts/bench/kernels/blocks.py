@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from indexcache_kernels import block_attention, block_scores, compress_keys
+from indexcache_lab.kernels import block_attention, block_scores, compress_keys
 from scripts.bench.kernels.operations import BANDWIDTHS, RATES, installed, size
 from scripts.bench.timing import captured, median_ms
 

@@ -18,7 +18,7 @@ from triton.testing import do_bench
 
 from indexcache_kernels.grouped_attention import grouped_attention, triton
 from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
-from sglang_indexcache.families.dsa.grouped import FlashMLA, flash_mla_on
+from sglang_indexcache.families.dsa.blocks.grouped import FlashMLA, flash_mla_on
 
 TOPK, DIM, V_DIM = 2048, 576, 512
 SCALE = 1 / math.sqrt(256)

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import causal_ranges, indexer_kl, indexer_topk, sparse_attention
+from indexcache_kernels import causal_ranges, indexer_topk, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla, hopper
+from indexcache_train.kernels import indexer_kl
 from scripts.bench.kernels import cudnn_dsa
 from scripts.bench.kernels.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.bench.kernels.deep_gemm_topk import indexer_topk as deep_gemm_topk

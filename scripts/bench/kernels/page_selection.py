@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_kernels import (
+from indexcache_dense.kernels import (
     PageBudget,
     RoundedKeys,
     compressed_scores,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from indexcache_kernels.block_attention import block_attention
+from indexcache_lab.kernels.block_attention import block_attention
 from scripts.bench.timing import host_ms, times_in_turns
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3.1-8B": (32, 8, 128)}  # H, G, D

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from indexcache_kernels import BlockBuffer, copy_blocks, swap_blocks
-from indexcache_search.hf.patch_attention import AttentionCall, attending
-from indexcache_search.lab.offload.bandwidth import copy_bandwidth
-from indexcache_search.lab.offload.decoder import OffloadedDecoder, PassedOn
+from indexcache_dense.hf.patch_attention import AttentionCall, attending
+from indexcache_dense.selection import Selection
+from indexcache_lab.kernels import BlockBuffer, copy_blocks, swap_blocks
+from indexcache_lab.offload.bandwidth import copy_bandwidth
+from indexcache_lab.offload.decoder import OffloadedDecoder, PassedOn
 from scripts.bench.shapes import SHAPES, config_of
 from scripts.bench.timing import graph_ms, timed
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.selection import Selection
 
 PAGE = 16  # of full attention's cache
 SPARE = 8 << 30  # bytes of the device that caches don't take

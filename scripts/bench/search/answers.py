@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from indexcache_search.cli.selection_choice import SelectionChoice
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import COMPRESSED_KEYS
+from indexcache_dense.selection_choice import SelectionChoice
+from indexcache_lab.eviction.heads import attach_saved
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.hf.roles import apply_roles
-from indexcache_search.lab.eviction.heads import attach_saved
 from scripts.tools.paired_table import shown
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS
 
 PART = 1024  # tokens of a prompt that are read at once
 EVERYTHING = "everything"

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model, set_quiet
 from scripts.bench.search.sets import demo_sets
 from scripts.bench.timing import timed
@@ -108,7 +108,7 @@ def demo_losses() -> list[dict[str, Any]]:
     pattern = Pattern("FS" * (description.num_layers // 2))
     for dtype in ("float32", "bfloat16"):
         for attention in ("naive", "kernels"):
-            engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention)
+            engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention=attention)
             for _ in range(2):
                 evaluations, seconds = evaluate(engine, [description.native, pattern], data)
             row = {"model": "demo", "dtype": dtype, "attention": attention, "seconds": seconds}

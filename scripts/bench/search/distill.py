@@ -27,18 +27,18 @@ from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill.run import run
-from indexcache_search.distill.settings import DistillSettings, Loss, TrainingRuntime
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.training.sets import TrainingData
-from indexcache_search.training.settings import Folders, Intervals
+from indexcache_train.distill.run import run
+from indexcache_train.distill.settings import DistillSettings, Loss, TrainingRuntime
+from indexcache_train.training.sets import TrainingData
+from indexcache_train.training.settings import Folders, Intervals
 from scripts.bench.timing import timed
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED, RecallTasks
 from scripts.demo_model.train_demo_model import MIXTURE
 from sglang_indexcache import Pattern
-from sglang_indexcache.files.pattern_file import PatternFile
+from sglang_indexcache.pattern_file.file import PatternFile
 
 RECALL = ("kv_mix", "kv_end", "chain", "multi", "update", "copy")
 
@@ -125,7 +125,14 @@ def train(row: Row, seed: int, data: TrainingData, options: argparse.Namespace, 
         gradient_checkpointing=options.gradient_checkpointing,
         intervals=Intervals(evaluate=100_000, checkpoint=100, show=20),
     )
-    run(str(demo.MODEL), data, settings, runtime, Folders(folder, restart=False), Console(stderr=True, highlight=False))
+    run(
+        str(demo.MODEL),
+        data,
+        settings,
+        runtime,
+        Folders(folder, restart=False),
+        console=Console(stderr=True, highlight=False),
+    )
     return str(folder / "model")
 
 

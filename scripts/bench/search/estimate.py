@@ -11,6 +11,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,14 @@ from typing import Any
 from unittest import mock
 
 from indexcache_search import demo
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.evaluation.journal import Journal, recorded
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.search import estimate
-from indexcache_search.search.run import SearchData, token_sets
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching import forecast
+from indexcache_search.searching.begin import Begun, token_sets
+from indexcache_search.searching.job import SearchData
+from indexcache_search.searching.settings import Settings
+from indexcache_search.searching.stand_in import Pace
 from indexcache_search.strategies import strategy_of
 
 BEGINNINGS = (10, 20, 40, 60)  # seconds
@@ -48,14 +51,14 @@ def main() -> None:
     took = {
         part: sum(item.seconds for name, item in evaluations if name == part) for part in ("calibration", "held-out")
     }
-    pace = estimate._Pace.fitted([item for name, item in evaluations if name == "calibration"], 512)
+    pace = Pace.fitted([item for name, item in evaluations if name == "calibration"], 512)
 
     def evaluate(
         patterns: Any, data: Any, objective: Any, rows: Any = None, fresh: bool = False
     ) -> Iterator[Evaluation]:
         """End the beginning; then time the pattern that shares wherever it can, as the whole journal says."""
         if patterns != [model.native.keeping([0])]:
-            raise estimate._Enough
+            raise forecast._Enough
         count = len(rows)
         item = Evaluation(
             pattern=patterns[0],
@@ -66,9 +69,18 @@ def main() -> None:
             layer_tokens=(15 * 512,) * count,
             seconds=1.0,
         )
-        yield estimate.replace(item, seconds=pace.seconds(item, 512))
+        yield replace(item, seconds=pace.of(item, 512))
 
-    engine: Any = SimpleNamespace(name=names["engine"], model=model, settings={}, weights_sha256="", evaluate=evaluate)
+    engine: Any = SimpleNamespace(
+        name=names["engine"],
+        model=model,
+        settings={},
+        weights_sha256="",
+        evaluate=evaluate,
+        matrix=lambda name, data, rows: None,
+        measures=frozenset({"similarity"}),
+        lanes=1,
+    )
     print("| beginning | search | took | held out | took |\n| -: | -: | -: | -: | -: |")
     for seconds in BEGINNINGS:
         kept, spent = [header], 0.0
@@ -77,11 +89,11 @@ def main() -> None:
             if record.get("set") == "calibration" and spent < seconds:
                 kept.append(line)
                 spent += record["seconds"]
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(estimate, "identity", lambda *given: names):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(forecast, "identity", lambda *given: names):
             (Path(folder) / journal.name).write_text("\n".join(kept) + "\n")
-            with Journal(Path(folder), names, {}) as begun:
-                sets = (calibration, held_out, "kl", settings.strategy, settings.goal(model))
-                found = estimate.estimate(engine, *sets, begun, lambda name: None, 0.0, 0, 0.0)
+            with Journal(Path(folder), names, {}) as kept_journal:
+                begun = Begun(settings, settings.goal(model), engine, calibration, held_out, kept_journal)
+                found = forecast.forecast_of(begun, seconds=0.0)
         print(
             f"| {spent:.1f} s | {found.search:.1f} s | {took['calibration']:.1f} s | {found.held_out:.1f} s"
             f" | {took['held-out']:.1f} s |"

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_search.cli.selection_choice import SelectionChoice
-from indexcache_search.engines.prompt_cache import PromptCache
+from indexcache_dense.hf.pages import apply_page_roles
+from indexcache_dense.hf.prompt_cache import PromptCache
+from indexcache_dense.selection_choice import SelectionChoice
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.hf.pages import apply_page_roles
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
-from sglang_indexcache.files.spec import PatternSpec, split_name
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 
 def read(path: Path, given: int, steps: int) -> tuple[Tensor, Tensor]:

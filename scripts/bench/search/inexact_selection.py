@@ -50,7 +50,7 @@ def main() -> None:
     set_quiet()
     name = str(demo.MODEL)
     _, data = demo_sets(name, 512, calibration=24, held_out=options.sequences, sources=demo.EVALUATION)
-    engine = TransformersEngine.load(name, "cpu", "float32", 1, 0, "naive")
+    engine = TransformersEngine.load(name, "cpu", "float32", 1, 0, attention="naive")
     indexers = [module for key, module in engine.torch_model.named_modules() if key.endswith(".indexer")]
 
     def losses(kept: int, missing: int) -> np.ndarray[Any, Any]:

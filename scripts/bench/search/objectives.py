@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 
 from indexcache_search import demo
 from indexcache_search.data.tokens import TokenSet, growing_shares
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Settings
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Settings
 from scripts.bench.search.sets import demo_sets
 from sglang_indexcache import Pattern
 

@@ -31,13 +31,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from indexcache_search.compare.held_out import ComparisonSet, build
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.distill.conversion import convert
-from indexcache_search.distill.dense_mla import DenseStart
-from indexcache_search.distill.settings import IndexerSize
 from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.eval.held_out import ComparisonSet, build
 from indexcache_search.hf.loading import describe_model, load_tokenizer, set_quiet
+from indexcache_train.distill.conversion import convert
+from indexcache_train.distill.dense_mla import DenseStart
+from indexcache_train.distill.settings import IndexerSize
 from scripts.bench.search.scale_plan import EVALUATION, MOST, REHEARSED, Plan, Sizes, Step, pace, sizes_for
 from scripts.bench.search.scale_table import DENSE, Row, recovered, table
 from scripts.demo_model.mixture import TASK_NAMES, Batches, scored

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from indexcache_search.distill.settings import IndexerSize
+from indexcache_train.distill.settings import IndexerSize
 from scripts.bench.search.scale_table import BASE, CONTROL, DENSE, OWN, SEARCHED, SHARE, UNIFORM, Row
 from sglang_indexcache import Pattern
-from sglang_indexcache.files.pattern_file import PatternFile
+from sglang_indexcache.pattern_file.file import PatternFile
 
 REHEARSED = 4  # layers
 MOST, FEWEST = 300, 150  # steps of a training: a third of them warm-up
@@ -184,7 +184,7 @@ class Plan:
             "--output": output,
         }
         flags = [str(part) for pair in named.items() for part in pair]
-        return [sys.executable, "-m", "indexcache_search.distill", "--model", str(model), *words, *flags]
+        return [sys.executable, "-m", "indexcache_train", "--model", str(model), *words, *flags]
 
 
 def as_word(value: Any) -> str:

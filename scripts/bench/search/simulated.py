@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluation
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
 
@@ -63,6 +63,8 @@ class SimulatedEngine:
         seed: another seed is another model.
         structure: parameters.
     """
+
+    lanes, measures = 1, frozenset[str]()
 
     def __init__(self, num_layers: int, seed: int, structure: Structure) -> None:
         self.name = f"simulator of {num_layers} layers, seed {seed}"
@@ -119,14 +121,8 @@ class SimulatedEngine:
                 seconds=time.monotonic() - began,
             )
 
-    def page_signals(self, data: TokenSet, rows: int) -> dict[str, NDArray[np.float64]]:
-        return {}
-
-    def topk_overlap(self, data: TokenSet, rows: int) -> None:
-        """Refuse: there is no `Engine.topk_overlap`."""
-
-    def output_similarity(self, data: TokenSet) -> None:
-        """Refuse: there is no `Engine.output_similarity`."""
+    def matrix(self, name: str, data: TokenSet, rows: int) -> None:
+        """Measure nothing; see `Engine.matrix`."""
 
     def cost(self, pattern: Pattern) -> float:
         """Return the mean over all possible sequences, as if there were no ceiling."""

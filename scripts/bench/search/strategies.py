@@ -40,17 +40,18 @@ from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Engine, Losses
+from indexcache_search.engines.base import Engine
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
-from indexcache_search.search.matrices import Matrices
-from indexcache_search.search.search import Search
-from indexcache_search.search.settings import Budget, Settings
-from indexcache_search.strategies.budget_search import BudgetSearch
+from indexcache_search.searching.matrices import Matrices
+from indexcache_search.searching.search import Search
+from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
@@ -182,7 +183,7 @@ def transformers_cases(options: argparse.Namespace) -> Iterator[Case]:
     loaded = TransformersEngine.load(options.model, options.device)
     for _, calibration, held_out in token_sets(options):
         yield Case(
-            lambda: TransformersEngine(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
+            lambda: type(loaded)(loaded.torch_model, loaded.model, options.batch_size, options.prefix_cache_gb),
             calibration,
             held_out,
         )

@@ -22,11 +22,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.distill import memory
-from indexcache_search.distill.settings import DistillSettings, Stage
-from indexcache_search.distill.task import StageTask
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.training.processes import Processes, joined
+from indexcache_train.distill import memory
+from indexcache_train.distill.settings import DistillSettings, Stage
+from indexcache_train.distill.task import StageTask
+from indexcache_train.training.processes import Processes, joined
 from scripts.bench.search.context import CONFIG, PATTERN
 from scripts.bench.timing import timed
 
@@ -67,7 +67,7 @@ def measure(processes: Processes, stage: Stage, options: argparse.Namespace) -> 
         gradient_checkpointing=stage == "sparse",
         kernels=True,
     )
-    task = StageTask(processes, model, settings, stage, train, train, "auto")
+    task = StageTask(processes, model, settings, stage, train, held_out=train, kernels="auto")
     del model
     gc.collect()
     torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.calibration_server import CalibrationServer
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.own_server import own_server
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.objectives import Objective

@@ -117,8 +117,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the milliseconds of a decode step in the fastest turn, by condition, cell and way of timing."""
     import torch
 
-    from sglang_indexcache.families.dense_gqa import DENSE_GQA
-    from sglang_indexcache.families.dense_gqa.backends import make_backend_class
+    from indexcache_dense.family import DENSE_GQA
+    from indexcache_dense.family.backends import make_backend_class
 
     cells = parse_cells(options.cells)
     arguments = {
@@ -163,7 +163,7 @@ def read_all(runner: Any) -> None:
     """Let selecting layers keep what they need of the whole cache, as if one request had read it."""
     import torch
 
-    from sglang_indexcache.families.dense_gqa.layer_pages import PageTable
+    from indexcache_dense.family.layer_pages import PageTable
 
     for layer, kept in runner.attn_backend.indexcache_pages.items():
         keys = runner.token_to_kv_pool.get_key_buffer(layer)

@@ -33,13 +33,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from indexcache_dense.reuse import ReusePolicy
+from indexcache_dense.selection import COMPRESSED_KEYS, DEFAULT, OWN_SCORES, Score, Selection
 from scripts.bench import child
 from scripts.bench.serving.decode_steps import CHECKED, decode, measure
 from scripts.bench.shapes import SHAPES, config_of, parse_cells
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.pattern.reuse import ReusePolicy
-from sglang_indexcache.pattern.selection import COMPRESSED_KEYS, DEFAULT, OWN_SCORES, Score, Selection
 
 FEW = Selection(page_tokens=16, pages=8, recent_pages=2, sink_pages=0, score="token_max")
 MIXED = ("mixed", "mixed:ema:0.7", "mixed:refresh:3")  # conditions with F layers

@@ -26,7 +26,7 @@ from scripts.bench import child
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.files.spec import PatternSpec
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.sglang.requested import KEY
 
 PAIRS = {"switch": ("switch", "plugin"), "plain": ("plain", "plugin-full"), "gain": ("plain", "plugin")}

@@ -31,7 +31,7 @@ from scripts.bench import child
 from scripts.bench.serving.plugin import agreement, served, stream
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
-from sglang_indexcache.sglang.refusal import GROUPING_VARIABLE, PATTERN_VARIABLE, SHARD_VARIABLE
+from sglang_indexcache.io.refusal import GROUPING_VARIABLE, PATTERN_VARIABLE, SHARD_VARIABLE
 
 PLAIN = "plain"
 KINDS = (  # the first that is found in a kernel's name

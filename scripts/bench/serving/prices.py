@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from indexcache_search.prices.table import PriceTable
+from indexcache_search.strategies.budget.table import PriceTable
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prefill import PLAIN, Engine, split
 from sglang_indexcache import Pattern

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import typer
+
+from indexcache_search.errors import SearchError
 
 Number = TypeVar("Number", int, float)
 
@@ -34,6 +37,26 @@ class Bounds:
             return value
         why = f": {self.reason}" if self.reason and value > self.most else ""
         raise typer.BadParameter(f"found {_shown(value)}, expected {_shown(self.least)} to {_shown(self.most)}{why}")
+
+
+@dataclass(frozen=True)
+class ShareAt:
+    """A share of something, and the tokens for which it is meant; classes derived from it have a default for these."""
+
+    share: float
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `0.4@65536` or `0.4`.
+
+        Raises:
+            SearchError: if it is neither, or out of range.
+        """
+        match = re.fullmatch(r"(0?\.[0-9]{1,6}|1)(?:@([1-9][0-9]{0,8}))?", text.strip())
+        if match is None or not 0 < float(match[1]) <= 1:
+            raise SearchError(f"found {text[:40]!r}, expected a share and tokens, such as 0.4@65536")
+        return cls(float(match[1]), *map(int, filter(None, match.groups()[1:])))
 
 
 SEQUENCES = Bounds(1, 1_000_000, "standard errors fall with the root of the number")

@@ -22,7 +22,7 @@ from indexcache_search.cli.config import SETTINGS, read_config
 from indexcache_search.cli.groups import group, hint_for
 from indexcache_search.console import errors_in_one_line, messages
 from indexcache_search.errors import SearchError
-from sglang_indexcache.http.redaction import HIDDEN, redacted
+from sglang_indexcache.io.redaction import HIDDEN, redacted
 
 GROUPS = {
     "Model": ("model", "pattern", "search_first", "selection", "index_heads", "index_dim", "index_topk"),

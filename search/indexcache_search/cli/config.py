@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,11 @@ import typer
 
 from indexcache_search.cli.groups import hint_for
 from indexcache_search.errors import SearchError
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files import strict_yaml
-from sglang_indexcache.files.atomic import read_regular
+from sglang_indexcache.io import strict_yaml
+from sglang_indexcache.io.atomic import read_regular
+from sglang_indexcache.io.errors import IndexCacheError
 
 SETTINGS, LIST = "KEY=VALUE,...", ",..."  # metavars of options that take a mapping, or a list as one word
-COMMANDS = ("search", "eval", "distill", "offload", "watch")  # whose names sections have, after `indexcache-`
 _VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([^}]*)\}?)")
 SERVER = "server"  # key in `context.meta` for flags that are passed on to the server
 
@@ -61,14 +62,20 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+@cache
+def sections() -> tuple[str, ...]:
+    """Return the names that sections may have: those in the group `indexcache.commands`, after `indexcache-`."""
+    return tuple(sorted(entry_points(group="indexcache.commands").names))
+
+
 def _own(content: dict[str, Any], command: str, path: Path) -> dict[str, Any]:
     """Return what a file has for a command, of its section and outside of all.
 
     Raises:
         typer.BadParameter: if a section is no mapping, or has a key that stands outside, too.
     """
-    own = {key: value for key, value in content.items() if key not in COMMANDS}
-    for section in COMMANDS:
+    own = {key: value for key, value in content.items() if key not in sections()}
+    for section in sections():
         found = content.get(section, {})
         if not isinstance(found, dict):
             raise typer.BadParameter(f"{path}: {section}: expected a mapping of option names")

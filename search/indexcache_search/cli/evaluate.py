@@ -13,16 +13,16 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
-from indexcache_search.cli.selection_choice import selections_of
-from indexcache_search.compare.tasks import TASKS
-from indexcache_search.console import results
+from indexcache_search.cli.engines import EngineChoice
+from indexcache_search.console import results, warn
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import spells_letters, split_name
 from sglang_indexcache.http.address import Address
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.pattern_name import spells_letters, split_name
 
 CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
 
@@ -60,7 +60,7 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class TasksChoice:
-    """Generated tasks; see `compare.tasks`."""
+    """Generated tasks; see `eval.tasks`."""
 
     names: tuple[str, ...]
     samples: Annotated[int, Bounds(2, 10_000)] = 16
@@ -99,7 +99,7 @@ class HarnessChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedChoice:
-    """Prompts whose speed is compared; see `compare.run.SpeedOptions`. `None` leaves a setting to it."""
+    """Prompts whose speed is compared; see `eval.job.SpeedOptions`. `None` leaves a setting to it."""
 
     contexts: tuple[Annotated[int, CONTEXTS], ...]
     output_tokens: Annotated[int, Bounds(2, 65_536)] | None = None
@@ -171,6 +171,7 @@ NEEDS = {
 
 def evaluate(
     context: typer.Context,
+    *,
     model: options.Model = None,
     pattern: options.Patterns = None,
     selection: options.Selections = None,
@@ -241,28 +242,29 @@ def evaluate(
 
     Differences are paired: everything sees the same sequences.
     """
-    chosen, is_demo = engine or options.EngineChoice(), model is None
+    chosen, is_demo = engine or EngineChoice(), model is None
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
         worse, compares = False, _compares(harness, evaluation, tasks)
         if harness is not None and compares and not dry_run:  # before the comparison, which takes long
-            from indexcache_search.harness.run import check
+            from indexcache_search.eval.harness.run import check
 
             check(addresses)
         if compares:
-            from indexcache_search.compare.candidates import Candidates
-            from indexcache_search.compare.run import ComparisonData, Runtime, SpeedOptions, run, show
-            from indexcache_search.compare.verdict import beyond
             from indexcache_search.data.packing import Wish
-            from indexcache_search.search.progress import warn
+            from indexcache_search.eval.candidates import Candidates
+            from indexcache_search.eval.held_out import ComparisonData
+            from indexcache_search.eval.job import ComparisonJob, SpeedOptions
+            from indexcache_search.eval.run import run, show
+            from indexcache_search.eval.verdict import beyond
 
             candidates = Candidates(
                 patterns=tuple(pattern or (demo.PATTERNS if is_demo and not endpoint else ())),
                 retentions=options.retentions(retain),
                 uniform=uniform,
                 endpoints=addresses,
-                selections=selections_of(selection),
+                selections=options.selections_of(selection),
             )
             generated = {} if tasks is None else {**vars(tasks)}
             data = ComparisonData(
@@ -275,18 +277,21 @@ def evaluate(
                 only_shown=dry_run,
                 **generated,
             )
-            runtime = Runtime(
-                device=device,
-                dtype=dtype,
-                batch_size=batch_size,
-                prefix_cache_gb=chosen.prefix_cache_gb,
-                attention=chosen.attention,
-            )
             speeds = None
             if speed is not None:
                 speeds = SpeedOptions(concurrency=concurrency or 1, **speed.given())
             process.let_work_end()
-            result = run(model or str(demo.MODEL), candidates, data, runtime, output, restart, console, speeds)
+            job = ComparisonJob(
+                model=model or str(demo.MODEL),
+                candidates=candidates,
+                data=data,
+                output=output,
+                run=chosen.run(options.ENGINE_DEFAULTS, device=device, dtype=dtype, batch_size=batch_size),
+                restart=restart,
+                speed=speeds,
+                console=console,
+            )
+            result = run(job)
             if result is None:
                 return
             show(result, output, results())
@@ -305,9 +310,8 @@ def _falls(
     model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
 ) -> bool:
     """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
-    from indexcache_search.harness.lm_eval import Harness
-    from indexcache_search.harness.run import FILE, falls, run, table
-    from indexcache_search.search.progress import warn
+    from indexcache_search.eval.harness.lm_eval import Harness
+    from indexcache_search.eval.harness.run import FILE, falls, run, table
 
     process.let_work_end()
     result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from indexcache_search.cli.bounded import Bounds
-from sglang_indexcache.errors import IndexCacheError
+from sglang_indexcache.io.errors import IndexCacheError
 
 Group = TypeVar("Group")
 
@@ -21,7 +21,7 @@ def group(kind: type[Group]) -> Callable[[Any], Group]:
 
     The first field may stand without its key, before a colon. A tuple's values are separated by `/`, there by commas.
     """
-    return lambda value: value if isinstance(value, kind) else _build(kind, value)
+    return lambda value: value if isinstance(value, kind) else build(kind, split(value, next(iter(_known(kind)))))
 
 
 def hint_for(function: Any, flag: str) -> str:
@@ -29,17 +29,33 @@ def hint_for(function: Any, flag: str) -> str:
     setting = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     for name, hint in get_type_hints(function).items():
         for kind in filter(is_dataclass, get_args(hint)):
-            if setting in {field.name for field in fields(kind)}:
+            if setting in (kind.settable() if hasattr(kind, "settable") else _known(kind)):
                 return f"expected --{name.replace('_', '-')} {setting}=VALUE"
     return ""
 
 
-def _build(kind: Any, value: Any) -> Any:
-    hints, known = get_type_hints(kind, include_extras=True), {field.name: field for field in fields(kind)}
+def split(value: Any, first: str) -> dict[str, Any]:
+    """Return the settings of an option's text or mapping, by key; `first` is the one that may stand alone.
+
+    Raises:
+        typer.BadParameter: if the text has another form.
+    """
     if isinstance(value, Mapping):
-        found = {str(key).replace("-", "_"): item for key, item in value.items()}
-    else:
-        found = _settings(str(value), next(iter(known)))
+        return {str(key).replace("-", "_"): item for key, item in value.items()}
+    return _settings(str(value), first)
+
+
+def _known(kind: Any) -> dict[str, Any]:
+    return {field.name: field for field in fields(kind)}
+
+
+def build(kind: Any, found: Mapping[str, Any]) -> Any:
+    """Return the frozen dataclass `kind` with settings that `split` returned.
+
+    Raises:
+        typer.BadParameter: naming the setting that is unknown, missing or refused.
+    """
+    hints, known = get_type_hints(kind, include_extras=True), _known(kind)
     for key in found:
         if key not in known:
             raise typer.BadParameter(f"found {key[:60]!r}, expected {', '.join(known)}")

@@ -6,21 +6,22 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from indexcache_search.cli.bounded import BATCH, MILLION, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
+from indexcache_search.cli.bounded import BATCH, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import number, option, settings
-from indexcache_search.cli.selection_choice import MOST, SelectionChoice
+from indexcache_search.cli.engines import EngineChoice, engine_option
+from indexcache_search.cli.extra import extra_option
 from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
-from sglang_indexcache.errors import IndexCacheError
-from sglang_indexcache.files.spec import GRAMMAR
+from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
-from sglang_indexcache.pattern.reuse import GRAMMAR as STEPS_GRAMMAR
+from sglang_indexcache.pattern_file.pattern_name import GRAMMAR
 
 DTYPES = ("float32", "bfloat16", "float16")
+ENGINE_DEFAULTS = {"prefix_cache_gb": 1.0}
 ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA only; auto: kernels on a CUDA device)"
 
 
@@ -38,15 +39,6 @@ class DocumentsChoice(RowsChoice):
     """How rows of sources are read and packed; see `Packer`."""
 
     documents: Literal["joined", "apart"] = "joined"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """How a model runs; see `TransformersEngine.load`."""
-
-    name: Literal["transformers"] = "transformers"
-    attention: Literal["auto", "naive", "kernels"] = "auto"
-    prefix_cache_gb: Annotated[float, MILLION] = 1.0
 
 
 def retentions(text: str) -> tuple[Fraction, ...]:
@@ -76,15 +68,21 @@ def sources(what: str, default: str = "") -> Any:
     return option(f"{what}: file, folder or hub id; repeatable.{default}", metavar="SOURCE")
 
 
-def selection_option(more: str) -> Any:
-    """Make `--selection`; `more` is text about its use and about repeating it."""
-    words = (
-        f"Dense models: what layers attend to{more}. Keys: pages (64), page_tokens (16; with compressed_keys 64),"
-        " recent_pages (the newest; one in 8, or 4), sink_pages (the first; 0, or 1), score (token_max,"
-        " compressed_keys or rounded_keys), heads (joint, or key: each key head chooses for itself), steps, what a"
-        f" choice remembers ({STEPS_GRAMMAR})."
-    )
-    return settings(SelectionChoice, words)
+def selections_of(choice: Any) -> tuple[Any, ...]:
+    """List the selections of `--selection`; none if it is not given."""
+    return () if choice is None else choice.selections()
+
+
+def selection_of(choice: Any) -> Any:
+    """Return the one selection of `--selection`, or None if it is not given.
+
+    Raises:
+        SearchError: if there are several.
+    """
+    found = selections_of(choice)
+    if len(found) > 1:
+        raise SearchError(f"--selection names {len(found)} selections, expected one")
+    return found[0] if found else None
 
 
 def row_options(rows: RowsChoice | None) -> RowOptions:
@@ -116,10 +114,12 @@ Patterns = Annotated[
     list[str] | None,
     option(f"{GRAMMAR}; repeatable. NAME= before it names it in tables.", "--pattern", metavar="PATTERN"),
 ]
-Selections = Annotated[
-    SelectionChoice | None,
-    selection_option(f", in the place of the file's; with pages=16/64 or steps=none/ema:0.9 each, up to {MOST}"),
-]
+if TYPE_CHECKING:
+    ByteBudget: TypeAlias = Any
+    Selection: TypeAlias = Any
+    Selections: TypeAlias = Any
+else:
+    ByteBudget, Selection, Selections = map(extra_option, ("bytes", "selection", "selections"))
 Retain = Annotated[str, shares("Retentions of pattern files that are named without one.")]
 Calibration = Annotated[list[str] | None, sources("Calibration text")]
 Training = Annotated[list[str] | None, sources("Training text")]
@@ -161,11 +161,9 @@ Reply = Annotated[
 Seed = Annotated[int, number("Order of the documents.", SEED)]
 Engine = Annotated[
     EngineChoice | None,
-    settings(
-        EngineChoice,
+    engine_option(
         f"What runs the model. Keys: {ATTENTION}, prefix_cache_gb (host memory for layer outputs; 1; of dense models as"
         " much again for keys of prompts).",
-        "transformers",
     ),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]

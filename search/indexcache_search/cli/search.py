@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any
 
 import typer
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, SEQUENCES, Bounds
+from indexcache_search.cli.bounded import SEQUENCES, Bounds, ShareAt
 from indexcache_search.cli.command import (
     Config,
     OptionNeed,
@@ -24,11 +23,12 @@ from indexcache_search.cli.command import (
     settings,
 )
 from indexcache_search.cli.config import server_flags
-from indexcache_search.cli.selection_choice import SelectionChoice, selection_of
+from indexcache_search.cli.engines import EngineChoice, engine_option
+from indexcache_search.cli.extra import example_of
 from indexcache_search.console import results
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, STRATEGIES, strategy_of
+from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
@@ -38,7 +38,7 @@ EPILOG = f"""
 Strategies, and what they evaluate (docs/reference/strategies.md):
 
 \b
-{chr(10).join(f"  {name:<12}{item.summary}" for name, item in STRATEGIES.items())}
+{chr(10).join(f"  {name:<12}{item.summary}" for name, item in strategies().items())}
 
 Their settings: flips (of lazy: evaluated in a step at least; 1; more is surer and dearer), race (no: all sequences at
 once, where a strategy looks at a part of them first), swaps (a local search after the strategy tries so many a round;
@@ -65,20 +65,12 @@ Examples:
   indexcache-search ... --strategy greedy:blocks=4 --objective nll
       The paper's Algorithm 1, in four blocks. Strategies share their evaluations in the same --work-dir.
 
-\b
-  indexcache-search --model Qwen/Qwen3-8B --calibration traces.jsonl --retain 1/6 --selection pages=64 --seq-len 8192
-      A dense model: which layers attend to everything, and which to 64 pages that those chose (docs/dense-models.md).
-
-\b
+{example_of("selection")}\b
   indexcache-search ... --prefill 0.4
       Prompts of 131,072 tokens in at most 0.4 of the time that the model's own pattern takes: layers may select for up
       to 16 queries at a time (docs/blocks.md). F and S at --retain stand beside it.
 
-\b
-  indexcache-search --model Qwen/Qwen3-8B ... --selection score=compressed_keys,page_tokens=16,pages=64 --bytes 0.1
-      Steps that read at most a tenth of the cache of 16,384 tokens: F layers select for themselves, beside D and S.
-
-\b
+{example_of("bytes")}\b
   indexcache-search --config glm5.yaml --seed 1
       Options of a file, such as `retain: 1/4` or `strategy: {{name: lazy, flips: 2}}`; flags win over it.
 
@@ -103,9 +95,9 @@ class StrategyChoice:
     blocks: Annotated[int, Bounds(1, 10_000)] | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in STRATEGIES:
-            raise SearchError(f"found {self.name!r}, expected one of {', '.join(STRATEGIES)}")
-        known = STRATEGIES[self.name].settings()
+        if self.name not in strategies():
+            raise SearchError(f"found {self.name!r}, expected one of {', '.join(strategies())}")
+        known = strategies()[self.name].settings()
         for key in self.given().keys() - set(known):
             raise SearchError(f"{self.name} has no setting {key}, expected {', '.join(known)}")
 
@@ -115,30 +107,10 @@ class StrategyChoice:
 
 
 @dataclass(frozen=True)
-class TimeShare:
+class TimeShare(ShareAt):
     """A share of a time, and the tokens for which it is meant."""
 
-    share: float
     context: int = 131_072
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `0.4@65536` or `0.4`.
-
-        Raises:
-            SearchError: if it is neither, or out of range.
-        """
-        match = re.fullmatch(r"(0?\.[0-9]{1,6}|1)(?:@([1-9][0-9]{0,8}))?", text.strip())
-        if match is None or not 0 < float(match[1]) <= 1:
-            raise SearchError(f"found {text[:40]!r}, expected a share and tokens, such as 0.4@65536")
-        return cls(float(match[1]), int(match[2] or cls.context))
-
-
-@dataclass(frozen=True)
-class ByteShare(TimeShare):
-    """A share of the bytes that a decode step reads of keys and values, and the tokens in the cache it is meant for."""
-
-    context: int = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,41 +134,20 @@ class DecodeChoice:
     prices: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BytesChoice:
-    """The bytes that a decode step may read."""
-
-    share: ByteShare
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchEngineChoice:
-    """The engine that evaluates patterns; `None` leaves a setting to transformers."""
-
-    name: Literal["transformers", "sglang"] = "transformers"
-    attention: Literal["auto", "naive", "kernels"] | None = None
-    prefix_cache_gb: Annotated[float, MILLION] | None = None
-
-    def __post_init__(self) -> None:
-        for key, value in list(vars(self).items())[1:]:
-            if self.name == "sglang" and value is not None:
-                raise SearchError(f"{key} needs transformers")
-
-
-def _in_sglang(given: Any) -> bool:
-    return given["engine"] is not None and given["engine"].name == "sglang"
+def _on_servers(given: Any) -> bool:
+    return given["engine"] is not None and given["engine"].kind.on_servers
 
 
 PRICE = Bounds(0, 1_000_000)
 OWN = OptionNeed("a server of the search's own, without --endpoint", lambda given: not given["endpoint"])
 NEEDS = {
-    "prefill": (OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),),
+    "prefill": (OptionNeed("--engine transformers", lambda given: not _on_servers(given)),),
     "bytes": (
-        OptionNeed("--engine transformers", lambda given: not _in_sglang(given)),
+        OptionNeed("--engine transformers", lambda given: not _on_servers(given)),
         OptionNeed("no --prefill", lambda given: given["prefill"] is None),
     ),
     "decode": (OptionNeed("--prefill", lambda given: given["prefill"] is not None),),
-    "endpoint": (OptionNeed("--engine sglang", _in_sglang),),
+    "endpoint": (OptionNeed("--engine sglang", _on_servers),),
     **dict.fromkeys(("device", "dtype"), (OWN,)),
     "estimate": (OptionNeed("a run without --dry-run", lambda given: not given["dry_run"]),),
     "hourly_price": (OptionNeed("--estimate", lambda given: given["estimate"]),),
@@ -205,8 +156,9 @@ NEEDS = {
 
 def search(
     context: typer.Context,
+    *,
     model: options.Model = None,
-    selection: Annotated[SelectionChoice | None, options.selection_option("")] = None,
+    selection: options.Selection = None,
     calibration: options.Calibration = None,
     evaluation: options.HeldOutOrSame = None,
     rows: options.Rows = None,
@@ -244,16 +196,7 @@ def search(
         DecodeChoice | None,
         settings(DecodeChoice, "With --prefill: likewise of the time of a decoding step. Key: prices.", "SHARE"),
     ] = None,
-    bytes: Annotated[
-        BytesChoice | None,
-        settings(
-            BytesChoice,
-            "Of a dense model, also find the pattern of D, F and S of least loss whose decode steps read at most this"
-            " share of the keys and values that layers that are all D read: 0.15, or 0.15@32768 for 32,768 tokens in"
-            " the cache (16384). Needs --selection score=compressed_keys or rounded_keys.",
-            "SHARE",
-        ),
-    ] = None,
+    bytes: options.ByteBudget = None,
     strategy: Annotated[
         StrategyChoice | None,
         settings(StrategyChoice, f"How to look for patterns, see below. Default: {DEFAULT_STRATEGY}.", "NAME"),
@@ -262,13 +205,12 @@ def search(
         Objective, option("kl: divergence from the model's own pattern. nll: loss on the text, the paper's.")
     ] = "kl",
     engine: Annotated[
-        SearchEngineChoice | None,
-        settings(
-            SearchEngineChoice,
+        EngineChoice | None,
+        engine_option(
             "transformers, or sglang, whose server gets options that are unknown here (--tp 8). Keys of transformers:"
             f" {options.ATTENTION}, prefix_cache_gb (host memory for layer outputs that patterns share; 2, for the demo"
             " 1.7; 0: none). Default: transformers.",
-            "NAME",
+            servers=True,
         ),
     ] = None,
     endpoint: Annotated[
@@ -290,66 +232,70 @@ def search(
 
     Writes pattern.yaml, metrics.json, report.html and a README.md. Without options it searches the demo model.
     """
-    how, chosen, is_demo = strategy or StrategyChoice(), engine or SearchEngineChoice(), model is None
+    how, chosen, is_demo = strategy or StrategyChoice(), engine or EngineChoice(), model is None
     with running(context, NEEDS) as console:
-        flags = server_flags(context, chosen.name == "sglang" and not endpoint)
-        if chosen.name == "transformers":
+        flags = server_flags(context, chosen.kind.on_servers and not endpoint)
+        if not chosen.kind.on_servers:
             options.check_runs_here(device, dtype)
         if is_demo and calibration is None:
             calibration, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not calibration:
             raise SearchError("--calibration is missing, expected a file, folder or hub id with text like your traffic")
-        selects, row_options = selection_of(selection), options.row_options(rows)
+        selects, row_options = options.selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
         from indexcache_search.data.packing import Wish
-        from indexcache_search.search.settings import BLOCKS, Budget, ByteBudget, Settings
+        from indexcache_search.searching.settings import BLOCKS, Budget, Settings
 
         what = Settings(
             retain=options.retentions(retain),
-            strategy=strategy_of(how.name, in_time=prefill is not None, in_bytes=bytes is not None, **how.given()),
+            strategy=strategy_of(how.name, in_time=prefill is not None, budget=bytes, **how.given()),
             objective=objective,
             prefill=None if prefill is None else Budget(prefill.time.share, prefill.time.context, prefill.prices),
             queries=BLOCKS if prefill is None or prefill.queries is None else prefill.queries,
             decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
-            bytes=None if bytes is None else ByteBudget(bytes.share.share, bytes.share.context),
+            bytes=bytes,
         )
-        from indexcache_search.search.run import EngineSettings, Files, SearchData, run, show, show_data
-        from indexcache_search.search.run import estimate as run_estimate
+        from indexcache_search.searching.begin import show_data
+        from indexcache_search.searching.forecast import forecast
+        from indexcache_search.searching.job import Files, SearchData, SearchJob
+        from indexcache_search.searching.run import run
+        from indexcache_search.searching.show import show
 
-        data = SearchData(
-            calibration=tuple(calibration),
-            evaluation=tuple(evaluation or calibration),
-            seq_len=seq_len or (512 if is_demo else None),
-            seed=seed,
-            num_sequences=num_sequences or Wish(32 if prefill is None else 64),
-            num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
-            reply=reply,
-            rows=row_options,
-        )
-        runtime = EngineSettings(
-            engine=chosen.name,
-            device=device,
-            dtype=dtype,
-            batch_size=batch_size,
-            prefix_cache_gb=(1.7 if is_demo else 2.0) if chosen.prefix_cache_gb is None else chosen.prefix_cache_gb,
-            attention=chosen.attention or "auto",
-            endpoints=addresses,
-            server_arguments=flags,
-            selection=selects,
+        folder = output or Path(f"indexcache-{_short_name(model)}")
+        job = SearchJob(
+            model=str(model or demo.MODEL),
+            data=SearchData(
+                calibration=tuple(calibration),
+                evaluation=tuple(evaluation or calibration),
+                seq_len=seq_len or (512 if is_demo else None),
+                seed=seed,
+                num_sequences=num_sequences or Wish(32 if prefill is None else 64),
+                num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
+                reply=reply,
+                rows=row_options,
+            ),
+            run=chosen.run(
+                {"prefix_cache_gb": 1.7 if is_demo else 2.0},
+                device=device,
+                dtype=dtype,
+                batch_size=batch_size,
+                endpoints=addresses,
+                server_arguments=flags,
+                selection=selects,
+            ),
+            settings=what,
+            files=Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart),
+            console=console,
+            command=command_line(context),
         )
         if dry_run:
-            show_data(str(model or demo.MODEL), data, runtime, what)
+            show_data(job)
             return
-        folder = output or Path(f"indexcache-{_short_name(model)}")
-        files = Files(folder=folder, work_dir=work_dir or folder / "work", restart=restart)
         process.let_work_end()
-        named = str(model or demo.MODEL)
         if estimate:
-            found = run_estimate(named, data, runtime, what, files, console)
-            results().print(found.as_text(hourly_price), soft_wrap=True)
+            results().print(forecast(job).as_text(hourly_price), soft_wrap=True)
             return
-        line = command_line(context)
-        show(run(named, data, runtime, what, files, console, command=line), model, files, results())
+        show(run(job), model, job.files, results())
 
 
 def _short_name(model: str | None) -> str:

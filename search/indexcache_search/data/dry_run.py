@@ -11,7 +11,7 @@ from indexcache_search.data.chats import Text
 from indexcache_search.data.reader import SourceReading, TokenReader
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 _ENDS = 160  # characters of either end of an example

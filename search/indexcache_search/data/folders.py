@@ -9,7 +9,7 @@ from pathlib import Path
 
 from indexcache_search.data.formats import ENDINGS, kind_of
 from indexcache_search.errors import DataError
-from sglang_indexcache.files.atomic import read_json_object
+from sglang_indexcache.io.atomic import read_json_object
 
 _ABOUT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}  # written by `datasets`
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 from indexcache_search.data import request_log
 from indexcache_search.data.chats import kind
 from indexcache_search.errors import DataError, NoRequestsError, RowError
-from sglang_indexcache.errors import one_line
-from sglang_indexcache.files.atomic import reason
-from sglang_indexcache.files.other_kinds import is_pointer
+from sglang_indexcache.io.atomic import reason
+from sglang_indexcache.io.errors import one_line
+from sglang_indexcache.io.other_kinds import is_pointer
 
 KINDS = {
     ".jsonl": "json",

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from indexcache_search.data.chats import Cell
 from indexcache_search.errors import RowError
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 FLAGS = "--log-requests --log-requests-level 3"
 CUT = "its log is cut, expected --log-requests-level 3"

@@ -15,7 +15,7 @@ from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, ta
 from indexcache_search.data.request_log import FLAGS
 from indexcache_search.errors import DataError, NoRequestsError
 from sglang_indexcache import IndexCacheError
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 SHUFFLE_BUFFER = 10_000  # documents held while streaming
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import JournalError
-from sglang_indexcache.files.atomic import read_json_object, write_atomically
-from sglang_indexcache.files.naming import naming
+from sglang_indexcache.io.atomic import read_json_object, write_atomically
+from sglang_indexcache.io.naming import naming
 
 _MAX_BYTES = 16 << 20
 _ARRAYS = ("tokens", "scored", "source_of")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from indexcache_search.data.chats import Chat, Message, Text
 from indexcache_search.errors import DataError, RowError
-from sglang_indexcache.errors import one_line
-from sglang_indexcache.files.atomic import read_regular
+from sglang_indexcache.io.atomic import read_regular
+from sglang_indexcache.io.errors import one_line
 
 RENDER_SECONDS = 1.0  # of computing; a conversation takes milliseconds
 MOST_CHARACTERS = 1 << 26

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from functools import cache
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, WrapValidator, field_validator, model_validator
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration.protocol import LEASE_SECONDS
-from sglang_indexcache.files.fields import Count, Finite
-from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.io.fields import Count, Finite
+from sglang_indexcache.io.redaction import redacted
 
 ROUNDING = 1e-3  # nats by which a nonnegative sum may fall below 0
 _MOST_RANKS = 1 << 16
@@ -42,7 +43,6 @@ class Rank(_Frozen):
         versions: versions and settings on which losses depend.
         missing: sequences whose baseline has yet to be run.
         sums: sum, sum of squares and count of the divergence, by request.
-        misses: tokens that buffers would miss, by selecting layer, one count per buffer size.
     """
 
     protocol: Count = 1
@@ -60,7 +60,6 @@ class Rank(_Frozen):
     sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
     overlap: list[list[Finite]] = []
     queries: Count = 0
-    misses: dict[Count, list[Count]] = {}
 
     @field_validator("versions")
     @classmethod
@@ -77,14 +76,17 @@ class Rank(_Frozen):
         return self
 
 
-class Ranks(_Frozen):
+OneRank = TypeVar("OneRank", bound=Rank)
+
+
+class Ranks(_Frozen, Generic[OneRank]):
     """Answers with one entry per data-parallel rank."""
 
-    ranks: list[Rank]
+    ranks: list[OneRank]
 
     @field_validator("ranks")
     @classmethod
-    def _once_each(cls, ranks: list[Rank]) -> list[Rank]:
+    def _once_each(cls, ranks: list[OneRank]) -> list[OneRank]:
         if len({rank.dp_rank for rank in ranks}) < len(ranks):
             raise ValueError("a data-parallel rank answers twice")
         return ranks
@@ -121,7 +123,7 @@ class SeenLease(LeaseState):
         return "ends_in_s" in self.model_fields_set
 
 
-class Status(Ranks):
+class Status(Ranks[Rank]):
     """Answer about the state of a server; one that speaks version 1 has no `lease`."""
 
     lease: SeenLease | None = None
@@ -138,10 +140,15 @@ class Generated(_Frozen):
     meta_info: _Meta
 
 
-RANKS: TypeAdapter[Ranks] = TypeAdapter(Ranks)
 LEASE: TypeAdapter[LeaseState] = TypeAdapter(LeaseState)
 STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 GENERATED: TypeAdapter[list[Generated]] = TypeAdapter(list[Generated])
+
+
+@cache
+def ranks_of(kind: type[OneRank]) -> TypeAdapter[Ranks[OneRank]]:
+    """Return what reads answers whose entries are of one kind."""
+    return TypeAdapter(Ranks[kind])  # type: ignore[valid-type]
 
 
 def token_logprobs(answer: Generated, prompt: Sequence[int]) -> list[tuple[float, bool]]:

@@ -2,129 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.evaluation.plan import Plan
-from sglang_indexcache import ModelLayers
+from indexcache_search.engines.timed_request import Burst
+from indexcache_search.evaluation.identity import Identified
+from indexcache_search.evaluation.losses import Evaluates
+from sglang_indexcache import Pattern
+
+OVERLAP, SIMILARITY = "overlap", "similarity"
+
+Result = TypeVar("Result")
+Send = Callable[[Pattern, Sequence[Sequence[int]], int], Burst]
+"""A function that sends prompts of token ids at once under a pattern, and generates so many tokens behind each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Losses:
-    """Sums over the scored tokens of each sequence, from which estimates are made.
-
-    Attributes:
-        rows: the sequences' rows in their token set.
-        losses: float64 sum per sequence: negative log-likelihood in nats (`nll`), or KL(baseline || pattern) over the
-            whole vocabulary (`kl`).
-        tokens: scored tokens per sequence.
-        correct: tokens per sequence that greedy decoding would get right; empty if not counted.
-    """
-
-    rows: tuple[int, ...]
-    losses: tuple[float, ...]
-    tokens: tuple[int, ...]
-    correct: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation(Losses):
-    """Losses of one plan on some sequences, and their cost.
-
-    Attributes:
-        pattern: the plan that ran.
-        layer_tokens: layers that ran x tokens, per sequence.
-        seconds: wall time of all sequences.
-    """
-
-    pattern: Plan
-    layer_tokens: tuple[int, ...]
-    seconds: float
-
-    def on(self, rows: Sequence[int]) -> Evaluation:
-        """Return the part of some sequences, with a proportional part of the seconds.
-
-        Raises:
-            KeyError: if one was not evaluated.
-        """
-        index_of = {row: index for index, row in enumerate(self.rows)}
-        at = [index_of[row] for row in rows]
-        columns: dict[str, Any] = {name: tuple(getattr(self, name)[index] for index in at) for name in _COLUMNS}
-        return replace(self, rows=tuple(rows), seconds=self.seconds * len(at) / len(self.rows), **columns)
-
-    def __add__(self, other: Evaluation) -> Evaluation:
-        """Join this evaluation with one of other sequences under the same pattern."""
-        columns: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ("rows", *_COLUMNS)}
-        return replace(self, seconds=self.seconds + other.seconds, **columns)
-
-
-_COLUMNS = ("losses", "correct", "tokens", "layer_tokens")
-
-
-class Evaluates(Protocol):
-    """Evaluator of plans on tokens."""
-
-    def evaluate(
-        self,
-        patterns: Sequence[Any],
-        data: TokenSet,
-        objective: Objective,
-        rows: Sequence[int] | None = None,
-        fresh: bool = False,
-    ) -> Iterator[Evaluation]:
-        """Evaluate different `patterns` on `data`; yield each as it is done, in any order.
-
-        Args:
-            patterns: patterns of letters, or other plans that the engine supports.
-            data: the token set.
-            objective: the loss to sum.
-            rows: sequences of `data` to run, in this order; all by default.
-            fresh: reuse no state of earlier evaluations.
-        """
-        ...
-
-
-class Engine(Evaluates, Protocol):
+class Engine(Evaluates, Identified, Protocol):
     """Runner of a model under any pattern, switched without a restart.
 
     Attributes:
-        name: engine and version: `transformers 5.23.0`.
-        settings: other conditions of a result (torch, dtype, device, batch size); part of a search's identity.
-        model: the model's layers, locked layers and digest.
-        weights_sha256: digest of the model's files, see `sglang_indexcache.model.files.weight_files`.
+        lanes: how many patterns it evaluates at once.
+        measures: what it measures besides losses, see `matrix`.
     """
 
-    name: str
-    settings: Mapping[str, str]
-    model: ModelLayers
-    weights_sha256: str
-
-    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
-        """Return the mean of |T_i & T_j| / |T_i| over `rows` sampled queries per sequence, `[layers, layers]`.
-
-        T_i are the tokens, or in dense models the pages, that layer i selects (paper, Appendix A). `None` if the engine
-        can't measure it.
-        """
+    @property
+    def lanes(self) -> int:
+        """See above."""
         ...
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """Return the mean cosine of layer i's attention outputs with its own and layer j's indices, `[i, j]`, j <= i.
-
-        All layers below i run with the checkpoint's own pattern (paper, Appendix C). `None` if the engine can't measure
-        it.
-        """
+    @property
+    def measures(self) -> frozenset[str]:
+        """See above."""
         ...
 
-    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return `overlap`, `shift` and `recall` over `rows` queries per sequence, see module `page_signals`.
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """Return a measurement of the model's layers; `None` if the engine can't measure it.
 
-        Empty for models without page selection, or if the engine can't measure it.
+        Args:
+            name: `overlap`: the mean of |T_i & T_j| / |T_i|, where T_i are the tokens that layer i selects,
+                `[layers, layers]` (paper, Appendix A). `similarity`: the mean cosine of layer i's attention outputs
+                with its own and layer j's indices, `[i, j]`, j <= i; all layers below i run with the checkpoint's own
+                pattern (paper, Appendix C). Engines of extras may know more.
+            data: the sequences.
+            rows: sampled queries per sequence, where queries are sampled.
         """
         ...
 
@@ -133,5 +57,20 @@ class Engine(Evaluates, Protocol):
 
         Raises:
             IndexCacheError: if a file of the model changed; the error names it.
+        """
+        ...
+
+
+@runtime_checkable
+class TimesPrompts(Protocol):
+    """An engine that times prompts, too."""
+
+    def time_prompts(self, work: Callable[[Send], Result]) -> Result:
+        """Call `work` with what sends prompts to one server, and return its result.
+
+        If the server is lost meanwhile, `work` begins anew on another one.
+
+        Raises:
+            SearchError: if a server refuses, or none came back.
         """
         ...

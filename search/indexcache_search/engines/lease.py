@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from indexcache_search.engines.answers import LEASE, LeaseState
-from indexcache_search.engines.control import Control, ServerLostError
+from indexcache_search.engines.control_requests import Control, ServerLostError
 from indexcache_search.errors import SearchError
 from sglang_indexcache.calibration import protocol
-from sglang_indexcache.errors import one_line
+from sglang_indexcache.io.errors import one_line
 
 SECONDS = 30.0  # for an answer
 RELEASE_SECONDS = 3.0  # a process that ends does not wait for long

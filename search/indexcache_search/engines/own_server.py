@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from indexcache_search.engines.calibration_server import CalibrationServer
-from indexcache_search.engines.control import ServerLostError
+from indexcache_search.engines.calibration_client import CalibrationServer
+from indexcache_search.engines.control_requests import ServerLostError
 from indexcache_search.errors import SearchError
-from sglang_indexcache.http.redaction import KEY_VARIABLE, keep_secret, redacted
+from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret, redacted
+from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.process import die_with_parent
-from sglang_indexcache.sglang.refusal import ADMIN_KEY_VARIABLE
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)

@@ -39,7 +39,7 @@ class LayerState:
 
     Attributes:
         output: the output of the last of them, with copies for tensors; may include the indices.
-        indices: the indices it passes up, `[batch, queries, k]`, or in dense models pages `[batch, queries, pages]`.
+        indices: the indices it passes up, `[batch, queries, k]`, or what else its layers select.
     """
 
     output: Any
@@ -111,6 +111,7 @@ def run_from_cache(
     sites: Sequence[int],
     tokens: Tensor,
     pattern: Pattern,
+    *,
     cache: PrefixCache,
     batch: str,
     prompt: Tensor | None = None,

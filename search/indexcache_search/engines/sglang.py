@@ -10,31 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet, sampled_queries
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.calibration_server import CalibrationServer
-from indexcache_search.engines.control import ServerLostError
+from indexcache_search.engines.base import Result, Send
+from indexcache_search.engines.calibration_client import CalibrationServer
+from indexcache_search.engines.control_requests import ServerLostError
+from indexcache_search.engines.timed_request import Burst
 from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.identity import Place
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.prices.table import Place
-from indexcache_search.results.held_out import SpeedRow
-from indexcache_search.results.variant import Variant
-from indexcache_search.speed.request import Burst
-from indexcache_search.speed.turns import FEWEST_TURNS, Load, Prompts, Timed, measured
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.calibration.protocol import KEEP, KL, MISSES, OVERLAP, Measured, Range
+from sglang_indexcache.calibration.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
-SPEED_BASIS = (
-    "plain prompts on a calibration server: without CUDA graphs, and tensor-parallel ranks share one rank's selection"
-)
-_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -64,6 +57,9 @@ class SglangEngine:
         patience: seconds to wait for a lost server; the others go on meanwhile.
         notice: called with one line when a server is lost or back.
 
+    Attributes:
+        answers: names of what the servers measure beside logprobs.
+
     Raises:
         SearchError: if a server does not answer, is not in calibration mode, is another search's, or has another model
             or other versions than the first.
@@ -84,7 +80,8 @@ class SglangEngine:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
-            self.weights_sha256, self._measures = first.weights_sha256, frozenset(first.measures)
+            self.weights_sha256, self.answers = first.weights_sha256, frozenset(first.measures)
+            self.measures = self.answers & {OVERLAP}
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
             for server in self._servers:
@@ -167,75 +164,39 @@ class SglangEngine:
             with suppress(ServerLostError):
                 self._check_same(lane, lane.status())
 
-    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """See `Engine.page_signals`; dense models are searched in transformers."""
-        return {}
-
-    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
-        """See `Engine.topk_overlap`.
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """See `Engine.matrix`.
 
         Raises:
             SearchError: if no server came back within `patience`.
         """
-        if OVERLAP not in self._measures:
+        if name not in self.measures:
             return None
-        return self._anywhere(lambda lane: self._overlap(lane, data, rows))
+        return self.anywhere(lambda lane: self._overlap(lane, data, rows))
 
-    def misses(
-        self, pattern: Pattern, data: TokenSet, row: int, steps: int, sizes: Sequence[int]
-    ) -> dict[int, list[int]]:
-        """Count the tokens that SGLang's HiSparse would load while decoding the last `steps` tokens of a sequence.
+    def time_prompts(self, work: Callable[[Send], Result]) -> Result:
+        """See `TimesPrompts.time_prompts`.
 
-        Returns:
-            By selecting layer, the tokens of all steps for each buffer size in `sizes`.
-
-        Raises:
-            SearchError: if the servers can't record selections, or none came back within `patience`.
+        Evaluations are not timed for that: they compute losses, and keep states of the baseline.
         """
-        if MISSES not in self._measures:
-            raise SearchError(f"{self._lanes[0].url}: does not record what is selected; expected another SGLang")
 
-        def count(lane: CalibrationServer) -> dict[int, list[int]]:
-            lane.switch(pattern)
-            lane.record_selections(data.seq_len - steps, data.seq_len)
-            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(MISSES, row, data.sha256).rid])
-            return lane.misses(pattern.full_layers, sizes, most=steps * min(self.model.index_topk, data.seq_len))
-
-        return self._anywhere(count)
-
-    def prompt_speed(self, lines: Sequence[Variant], data: TokenSet) -> list[SpeedRow]:
-        """Time prompts as long as the sequences of `data`, with each pattern in turn on one server.
-
-        Evaluations are not timed for that: they compute losses, and keep states of the baseline. These prompts ask for
-        one token and nothing else.
-
-        Args:
-            lines: lines with patterns, the baseline first.
-            data: gives the length, and the tokens that prompts are made of.
-
-        Raises:
-            SearchError: if a server refuses, or none came back within `patience`.
-        """
-        load = Load(context=data.seq_len, output_tokens=1, turns=FEWEST_TURNS)
-
-        def timed(lane: CalibrationServer) -> list[SpeedRow]:
-            def run(pattern: Pattern, prompts: Prompts, output_tokens: int) -> Burst:
+        def on(lane: CalibrationServer) -> Result:
+            def send(pattern: Pattern, prompts: Sequence[Sequence[int]], output_tokens: int) -> Burst:
                 lane.switch(pattern)
                 burst = lane.time(prompts, output_tokens)
                 lane.undisturbed()
                 return burst
 
-            items = [Timed(line, partial(run, line.pattern)) for line in lines if isinstance(line.pattern, Pattern)]
-            return measured(items, load, data.tokens.ravel(), SPEED_BASIS)
+            return work(send)
 
-        return self._anywhere(timed)
+        return self.anywhere(on)
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`; not measured here."""
-        return None
+    def anywhere(self, work: Callable[[CalibrationServer], Result]) -> Result:
+        """Run `work` on the first reachable lane.
 
-    def _anywhere(self, work: Callable[[CalibrationServer], _Result]) -> _Result:
-        """Run `work` on the first reachable lane."""
+        Raises:
+            SearchError: if a server refuses, or none came back within `patience`.
+        """
         reason = ""
         for lane in self._lanes:
             came_back = True

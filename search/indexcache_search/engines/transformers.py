@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines import measurements
-from indexcache_search.engines.base import Evaluation
-from indexcache_search.engines.page_signals import page_signals
+from indexcache_search.engines.base import OVERLAP, SIMILARITY
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
-from indexcache_search.engines.prompt_cache import PromptCache, SequenceEnd
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.evaluation.plan import Plan, order
-from indexcache_search.hf.cache_argument import cache_argument
 from indexcache_search.hf.device import (
     DTYPES,
     LOGIT_ROWS,
@@ -34,14 +32,14 @@ from indexcache_search.hf.device import (
     target_device,
 )
 from indexcache_search.hf.loading import describe_model, load_model
-from indexcache_search.hf.page_selector import ascending_pages
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import family_of
-from sglang_indexcache.http.redaction import redacted
+from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.io.redaction import redacted
 from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 
 
 class TransformersEngine:
@@ -57,11 +55,13 @@ class TransformersEngine:
         description: its layers, read from config.json.
         batch_size: sequences per forward.
         prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
-            from an earlier one. If the outputs of all requested sequences don't fit, patterns run in full. Dense
-            models use as much again, on their device, for keys and values of beginnings that no pattern changes.
+            from an earlier one. If the outputs of all requested sequences don't fit, patterns run in full.
         attention: `naive`, transformers' own, or `kernels`.
         files: the files it was loaded from; their digest is part of a journal's identity.
     """
+
+    lanes = 1
+    measures = frozenset({OVERLAP, SIMILARITY})
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class TransformersEngine:
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
         attention: str = "naive",
+        *,
         files: ModelFiles | None = None,
     ) -> None:
         self.torch_model, self.files = model, files
@@ -89,16 +90,6 @@ class TransformersEngine:
         if attention == "kernels":
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
-        self._beginnings = PromptCache(model, prefix_cache_gb * 1e9)
-
-    @staticmethod
-    def parse(key: str) -> Plan:
-        """Parse the key of a pattern.
-
-        Raises:
-            PatternError: if `key` is not one.
-        """
-        return Pattern.from_key(key)
 
     @classmethod
     def load(
@@ -108,14 +99,16 @@ class TransformersEngine:
         dtype: str = "float32",
         batch_size: int = 1,
         prefix_cache_gb: float = 2.0,
+        *,
         attention: str = "auto",
-        selection: Selection | None = None,
+        selection: PatternSelection | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """Load `model`, a folder or a hub id; `attention` `auto` selects the kernels where they run.
 
-        `selection` is that of a dense model's patterns, by default the paper's. `notice` is called with a line before
-        the weights are read, which may take minutes.
+        The engine is of the class that an extension registers for the model's family, if there is one. `selection` is
+        that of patterns of a model without indexers, by default the family's. `notice` is called with a line before the
+        weights are read, which may take minutes.
 
         Raises:
             SearchError: if it can't be found or loaded, or the device, dtype or attention is not available.
@@ -126,7 +119,8 @@ class TransformersEngine:
         target = target_device(device)
         resolved = resolve_attention(attention, target)
         description = describe_model(model, selection)
-        if resolved == "kernels" and not family_of(description.architecture).transformers.on_kernels:
+        family = family_of(description.architecture)
+        if resolved == "kernels" and not family.transformers.on_kernels:
             if attention == "kernels":
                 raise SearchError(
                     f"--engine attention=kernels does not run {description.architecture}; expected auto or naive"
@@ -137,7 +131,9 @@ class TransformersEngine:
         loaded = loaded.eval().to(target)
         if target.type == "cpu":  # sdpa has no fused kernel for these heads there, and takes a sixth longer
             loaded.set_attn_implementation("eager")
-        return cls(loaded, description, batch_size, prefix_cache_gb, resolved, files)
+        own = extensions("transformers", TransformersEngine) if cls is TransformersEngine else {}
+        kind = own.get(family.name, cls)
+        return kind(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)  # type: ignore[no-any-return]
 
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`."""
@@ -197,76 +193,64 @@ class TransformersEngine:
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Return true if the states of one pattern's run fit into the prefix cache."""
-        selection, config = self.model.native.selection, self.torch_model.config
-        indices = 4 * self.model.index_topk if selection is None else -(-data.seq_len // selection.page_tokens)
+        config = self.torch_model.config
         streams = getattr(config, "hc_mult", 1)  # DeepSeek-V4 carries several from layer to layer
-        width = streams * config.hidden_size * self.torch_model.dtype.itemsize + indices
+        width = streams * config.hidden_size * self.torch_model.dtype.itemsize + self._chosen_bytes(data)
         tokens = data.seq_len - self._begins(self.model.native, range(data.num_sequences), data)
         return bool(sequences * tokens * self.model.num_layers * width <= self._cache.limit)
 
+    def _chosen_bytes(self, data: TokenSet) -> int:
+        """Return the bytes of what a layer selects for one query of `data`."""
+        return 4 * self.model.index_topk
+
     def _begins(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> int:
-        """Return the token before the first that selects under `pattern`; up to it, all patterns are alike."""
-        if pattern.selection is None:
-            return 0
-        first = min(self.model.first_sparse_position, pattern.selection.tokens)
-        chooses = np.broadcast_to(np.arange(data.seq_len) >= first, (len(rows), data.seq_len))
-        if data.prompt is not None:
-            chooses = chooses & ~data.prompt[list(rows)]
-        return max(0, int(chooses.any(axis=0).argmax()) - 1)
+        """Return the token from which on sequences run under `pattern`; before it, all patterns are alike."""
+        return 0
+
+    def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
+        """See `Engine.matrix`."""
+        if name == OVERLAP:
+            return self.topk_overlap(data, rows)
+        return self.output_similarity(data) if name == SIMILARITY else None
 
     def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """See `Engine.topk_overlap`."""
-        if self.model.dense:
-            return self.page_signals(data, rows)["overlap"]
+        """See `measurements.topk_overlap`."""
         with self._attention():
             return measurements.topk_overlap(self.torch_model, self.model, self._sequences(data), rows)
-
-    def page_signals(self, data: TokenSet, rows: int) -> Mapping[str, NDArray[np.float64]]:
-        """See `Engine.page_signals`."""
-        if not self.model.dense:
-            return {}
-        ends = (self._from_choice(self.model.native, [row], data) for row in range(data.num_sequences))
-        with self._attention():
-            return page_signals(self.torch_model, self.model, ends, rows)
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """Return the selections of the last `steps` queries, `[rows, steps, k]`, by selecting layer; -1 for none.
 
-        They are tokens ordered by score in a DSA model, and ascending pages in a dense one. There is one row, or one
-        for each key head that chooses for itself. Every query selects from earlier tokens only, so decoding these
+        They are tokens ordered by score, in one row. Every query selects from earlier tokens only, so decoding these
         tokens would select the same.
         """
         found: dict[int, NDArray[np.int32]] = {}
 
         def keep(letter: int, chosen: Tensor) -> None:
-            if pattern[letter] == SHARED:
-                return
-            last = chosen[:, -steps:]
-            if pattern.selection is not None:
-                position = torch.arange(data.seq_len - steps, data.seq_len, device=last.device)
-                last = torch.stack([ascending_pages(row, position, pattern.selection) for row in last])
-                last = last[:, :, (last >= 0).any(0).any(0)]
-            found[letter] = last.int().cpu().numpy()
+            if pattern[letter] != SHARED:
+                found[letter] = chosen[:, -steps:].int().cpu().numpy()
 
         with (
             self._attention(),
             torch.inference_mode(),
-            self._from_choice(pattern, [row], data) as end,
-            apply_roles(self.torch_model, pattern, keep, prompt=end.prompt),
+            apply_roles(self.torch_model, pattern, keep, prompt=self._prompt(data, [row])),
         ):
-            past = cache_argument(self.torch_model, end.past)
-            self.torch_model(end.tokens, **past, use_cache=end.past is not None, logits_to_keep=1)
+            self.torch_model(self._tokens(data, [row]), use_cache=False, logits_to_keep=1)
         return found
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64] | None:
-        """See `Engine.output_similarity`; `None` for dense models, which don't use it."""
-        if self.model.dense:
-            return None
+    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
+        """See `measurements.output_similarity`."""
         with self._attention():
             return measurements.output_similarity(self.torch_model, self.model, self._sequences(data))
 
     def _tokens(self, data: TokenSet, rows: Sequence[int]) -> Tensor:
         return torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
+
+    def _prompt(self, data: TokenSet, rows: Sequence[int], start: int = 0) -> Tensor | None:
+        """Return which tokens from `start` on are of prompts, `[rows, tokens]`, where the data have some."""
+        if data.prompt is None:
+            return None
+        return torch.from_numpy(data.prompt[list(rows), start:]).to(self.torch_model.device)
 
     def _sequences(self, data: TokenSet) -> Iterator[Tensor]:
         return (self._tokens(data, [row]) for row in range(data.num_sequences))
@@ -276,26 +260,18 @@ class TransformersEngine:
         self, pattern: Pattern, data: TokenSet, cache: PrefixCache | None, rows: Sequence[int]
     ) -> tuple[Tensor, int]:
         """Return post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and layer-tokens per row."""
-        batch = f"{data.sha256} {rows} {pattern.selection}"
-        states = PrefixCache(0) if cache is None else cache
-        with self._attention(), self._from_choice(pattern, rows, data) as end:
+        tokens, states = self._tokens(data, rows), PrefixCache(0) if cache is None else cache
+        with self._attention():
             hidden, layers = run_from_cache(
-                self.torch_model, self.model.layers, end.tokens, pattern, states, batch, end.prompt, end.past
+                self.torch_model,
+                self.model.layers,
+                tokens,
+                pattern,
+                cache=states,
+                batch=f"{data.sha256} {rows}",
+                prompt=self._prompt(data, rows),
             )
-        return hidden, layers * end.tokens.shape[1] + end.read * len(pattern)
-
-    @contextmanager
-    def _from_choice(self, pattern: Pattern, rows: Sequence[int], data: TokenSet) -> Iterator[SequenceEnd]:
-        """Yield sequences from the first selection of `pattern` on, with a cache of the tokens before."""
-        tokens, start = self._tokens(data, rows), self._begins(pattern, rows, data)
-        rest, prompt = tokens[:, start:], None
-        if data.prompt is not None:
-            prompt = torch.from_numpy(data.prompt[list(rows), start:]).to(tokens.device)
-        if not start:
-            yield SequenceEnd(rest, prompt, None, 0)
-            return
-        with self._beginnings.read(f"{data.sha256} {rows} {start}", tokens[:, :start]) as (past, was_read):
-            yield SequenceEnd(rest, prompt, past, was_read * start)
+        return hidden, layers * tokens.shape[1]
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, index: int, data: TokenSet, objective: Objective) -> tuple[float, int, int]:

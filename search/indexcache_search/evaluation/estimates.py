@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Losses
+from indexcache_search.evaluation.losses import Losses
 
 CONFIDENCE = 2.0  # standard errors, of many sequences, within which a mean is known: 95 % of the time, on both sides
 EQUAL = 6  # observations that are all the same and not 0 say that the mean is not: as unlikely as 2 / 2**6 = 3 %

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.base import Evaluates, Evaluation
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.evaluation.losses import Evaluates, Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.evaluation.plan import Plan
 

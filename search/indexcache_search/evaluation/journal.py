@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from indexcache_search.engines.base import Evaluation
 from indexcache_search.errors import JournalError
+from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.evaluation.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
-from sglang_indexcache.files.fields import Count, Finite
+from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.fields import Count, Finite
 
 FILE_NAME = "journal.jsonl"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Protocol
 
 from sglang_indexcache import Pattern
@@ -15,9 +16,17 @@ class Plan(Protocol):
         """The whole plan in one word without spaces."""
         ...
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """A sort key that groups plans whose first layers run alike."""
+        ...
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """The pattern of letters that it is; `None` for a plan of another kind, which has no layers F and no price."""
+        ...
+
     def __str__(self) -> str: ...
 
 
-def order(plan: Plan) -> tuple[str, str]:
-    """Return a sort key that groups plans whose first layers run alike."""
-    return (str(plan.selection), plan.letters) if isinstance(plan, Pattern) else ("", plan.key)
+order = attrgetter("order")

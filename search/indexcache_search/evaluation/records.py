@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from indexcache_search.errors import JournalError
-from sglang_indexcache.files.naming import naming
+from sglang_indexcache.io.naming import naming
 
 _LONGEST = 1 << 20  # bytes of a first line
 _END = re.compile(rb', "check": "([0-9a-f]{16})"\}$')

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.transformers import check_transformers, use_kernels
+from indexcache_kernels.transformers import check_transformers
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.pages import attention_in_blocks
 from sglang_indexcache.families import family_of_modules
-from sglang_indexcache.families.dense_gqa import DENSE_GQA
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTIONS = ("auto", "naive", "kernels")
@@ -82,13 +80,13 @@ def memory_error_in_one_line(sizes: str, expected: str) -> Iterator[None]:
 
 @contextmanager
 def on_kernels(model: Any) -> Iterator[None]:
-    """Run `model` on the project's kernels inside the `with` block; a dense model attends in query blocks.
+    """Run `model` on the project's kernels inside the `with` block, as its family does.
 
     Raises:
         SearchError: if the kernels can't run it.
     """
     try:
-        with attention_in_blocks() if family_of_modules(model) is DENSE_GQA else use_kernels(model):
+        with family_of_modules(model).transformers.kernels(model):
             yield
     except KernelInputError as error:
         raise SearchError(f"the kernels can't run this model: {error}; expected --engine attention=naive") from None

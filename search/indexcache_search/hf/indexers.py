@@ -55,7 +55,7 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
     if queries > indexer.index_topk:
         raise SearchError(f"{queries} queries at a time, expected at most index_topk ({indexer.index_topk})")
 
-    def compute(
+    def compute(  # noqa: PLR0917
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
@@ -68,7 +68,7 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
         exact = run(hidden_states, q_resid, position_embeddings, attention_mask, position_ids)
         rope = INDEXER_ROPES[indexer.config.model_type]
         q, k, weights = index_vectors(indexer, rope, hidden_states, q_resid, position_embeddings)
-        shared = block_selection(q, k, weights, queries, indexer.index_topk, prompt)
+        shared = block_selection(q, k, weights, queries, indexer.index_topk, prompt=prompt)
         exact = F.pad(exact, (0, shared.shape[-1] - exact.shape[-1]), value=-1)  # it may be as short as the sequence
         if attention_mask.dtype == torch.int32:
             if attention_mask[..., 0].any():
@@ -81,7 +81,7 @@ def in_blocks(indexer: Any, run: Run, queries: int, prompt: Tensor) -> Run:
     return indexer_forward(compute)
 
 
-def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, prompt: Tensor) -> Tensor:
+def block_selection(q: Tensor, k: Tensor, weights: Tensor, queries: int, topk: int, *, prompt: Tensor) -> Tensor:
     """Return the selection of queries in blocks, `[batch, queries, topk]`, int32, -1 for none.
 
     All queries of a block select the `topk - queries` tokens before it that the block's leader scores highest, and

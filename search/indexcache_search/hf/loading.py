@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.weights import SINGLE, read_weights, whole_numbers
 from sglang_indexcache import ModelLayers
-from sglang_indexcache.errors import FileError, IndexCacheError, ModelConfigError, one_line
+from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.files.atomic import read_json_object
-from sglang_indexcache.model import checkpoint
+from sglang_indexcache.io.atomic import read_json_object
+from sglang_indexcache.io.errors import FileError, IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
 from sglang_indexcache.model.name import ModelName
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -138,12 +138,12 @@ def _unexplained(
     return sorted(name for name in names if layer(name) not in nextn and not never_runs(name))
 
 
-def describe_model(model: str, selection: Selection | None = None) -> ModelLayers:
+def describe_model(model: str, selection: PatternSelection | None = None) -> ModelLayers:
     """Return the layers of a folder or hub id, read from its config.json.
 
     Args:
         model: folder or hub id.
-        selection: selection of a dense model's patterns; by default the paper's.
+        selection: of patterns of a model without indexers; by default the family's.
 
     Raises:
         ModelConfigError: if there is no config.json, or its family is unknown.

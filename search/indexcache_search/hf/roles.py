@@ -12,14 +12,12 @@ from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.indexers import check_call, in_blocks
-from indexcache_search.hf.pages import apply_page_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.pattern import SHARED
 
 Observer = Callable[[int, Tensor], None]
-"""Callback with a letter and the selection of its layer: indices `[batch, queries, k]`, or in dense models pages
-`[batch, queries, pages]` as bool, which a dense layer passes on without using them."""
+"""Callback with a letter and what its layer selected: indices `[batch, queries, k]`, or what the family says."""
 
 _MARK = "_indexcache_role"
 
@@ -37,7 +35,7 @@ def apply_roles(
     An `F` layer's indexer runs and its indices are kept; an `S` layer's indexer returns the kept ones. Nothing else
     changes, so all-F equals the unpatched model bit for bit. A layer without an indexer (shared in the checkpoint)
     uses the indices passed up by the layer below, as in transformers. For layers that select in blocks see
-    `hf.indexers`; for patterns with a selection see `apply_page_roles`.
+    `hf.indexers`; patterns with a selection run as the model's family says (`TransformersAdapter.selecting`).
 
     A key/value cache filled under one pattern lacks the index keys of its `S` layers, so don't reuse it under another.
 
@@ -54,11 +52,12 @@ def apply_roles(
         SearchError: if its indexers are missing, or transformers calls them with an unknown signature.
         RuntimeError: if roles are already applied to the model.
     """
+    adapter = family_of_modules(model).transformers
     if pattern.dense:
-        with apply_page_roles(model, pattern, prompt, observe=observe, carried=carried):
+        with adapter.selecting(model, pattern, observe, carried, prompt):
             yield
         return
-    indexers = family_of_modules(model).transformers.indexer_modules(model)
+    indexers = adapter.indexer_modules(model)
     pattern.check_fits(len(indexers), [site for site, indexer in enumerate(indexers) if indexer is None])
     kept: list[Tensor] = [] if carried is None else [carried]
     block_runs = _block_runs(model, indexers, pattern, prompt)

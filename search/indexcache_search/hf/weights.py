@@ -12,7 +12,7 @@ from torch import Tensor
 
 from indexcache_search.errors import SearchError
 from indexcache_search.hf.tensors import TensorFile, read_tensors
-from sglang_indexcache.files.digest import file_digest, side_by_side
+from sglang_indexcache.io.digest import file_digest, side_by_side
 from sglang_indexcache.model.files import INDEX, ModelFiles, tensor_files, weight_files, weight_map
 
 SINGLE = "model.safetensors"

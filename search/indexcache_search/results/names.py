@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from indexcache_search.errors import SearchError
-from sglang_indexcache.files.pattern_file import split_retention
-from sglang_indexcache.files.spec import PatternSpec, split_name
-from sglang_indexcache.pattern.selection import Selection
+from sglang_indexcache.pattern.selection import PatternSelection
+from sglang_indexcache.pattern_file.file import split_retention
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 _TAKEN = re.compile(r"baseline|uniform( \(paper's phase\)|, (mean of \d+ phases|best phase).*| phase \d+.*)")
 
@@ -49,22 +49,6 @@ def _written(spec: PatternSpec) -> str:
     return spec.text if spec.file is None else str(split_retention(spec.text)[0])
 
 
-def suffix(selection: Selection | None, among: Iterable[Selection | None]) -> str:
+def suffix(selection: PatternSelection | None, among: Iterable[PatternSelection | None]) -> str:
     """Name the fields in which `selection` differs from the others, as a suffix of a variant's name."""
-    others = {item for item in among if item is not None}
-    if selection is None:
-        return ""
-    words = {
-        "pages": f"{selection.pages} pages",
-        "page_tokens": f"of {selection.page_tokens} tokens",
-        "score": selection.score,
-        "heads": f"heads {selection.heads}",
-        "steps": str(selection.steps),
-        "recent_pages": f"{selection.recent_pages} recent",
-        "sink_pages": f"{selection.sink_pages} sinks",
-        "buffer_pages": f"buffer {selection.buffer_pages}",
-    }
-    differ = [name for name in words if len({getattr(item, name) for item in others}) > 1]
-    if "pages" in differ and "recent_pages" in differ:  # its default follows from `pages`
-        differ.remove("recent_pages")
-    return "".join(f", {words[name]}" for name in differ)
+    return "" if selection is None else selection.differing({item for item in among if item is not None})

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from indexcache_search.evaluation.losses import Losses
 from indexcache_search.evaluation.plan import Plan
 from sglang_indexcache import Pattern
-from sglang_indexcache.errors import PatternError
+from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.pattern import uniform_pattern
 
 Kind = Literal["baseline", "named", "phase", "mean", "best"]
@@ -19,6 +20,7 @@ NAMED: Kind = "named"
 PHASE: Kind = "phase"
 MEAN: Kind = "mean"
 BEST: Kind = "best"
+IN_TIME, IN_BYTES = ", in time", ", in bytes"  # behind the strategy's name, of a pattern found for `Goal.budget`
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,28 @@ class Variant:
     phase: int | None = None
     served: str | None = None
 
+    @property
+    def letters(self) -> Pattern | None:
+        """Its plan, if that is a pattern of letters; `None` for a server, too."""
+        return None if self.pattern is None else self.pattern.pattern
+
     @classmethod
     def baseline(cls, pattern: Pattern | None) -> Variant:
         """Return the baseline's line."""
         return cls(BASELINE, "baseline", None if pattern is None else Fraction(1), pattern)
+
+
+@dataclass(frozen=True)
+class VariantLosses:
+    """One line of the held-out comparison, and what was measured."""
+
+    line: Variant
+    evaluation: Losses
+
+
+def own_names(strategy: str) -> tuple[str, ...]:
+    """Return the names of the lines whose patterns a search has found."""
+    return strategy, f"{strategy}{IN_TIME}", f"{strategy}{IN_BYTES}"
 
 
 def uniform_lines(native: Pattern, retention: Fraction, more: str = "") -> list[Variant]:

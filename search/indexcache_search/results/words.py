@@ -1,10 +1,12 @@
-"""How tables, pages and cards speak of patterns: of indexers, or of dense models that decode over pages."""
+"""How tables, pages and cards speak of patterns: of indexers, or in the words of an extension."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_indexcache.pattern.selection import Selection
+from indexcache_search.errors import SearchError
+from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.pattern.selection import PatternSelection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +49,20 @@ INDEXERS = Words(
     card="Which layers of {} choose for themselves what they attend to (F),\n"
     "and which reuse the choice of a layer before them (S)",
 )
-PAGES = Words(
-    sharing="Page sharing",
-    question="Which layers of {} need all keys",
-    what="In each layer every token that is decoded attends to all tokens before it, which takes time. A layer can"
-    " attend to a few pages of the cache instead, which a layer before it selected. Then decoding gets faster, and the"
-    " wrong layers cost quality; prompts are read as ever.",
-    rest="the layers that a few pages are enough for",
-    full="layers that attend to everything",
-    short="D layers",
-    letters="while decoding, D attends to everything, F to pages that it selects by a digest of the keys, S to those"
-    " that the D or F before it selected",
-    paper=("DELTA", "https://arxiv.org/abs/2510.09883"),
-    card="Which layers of {} attend to everything while decoding (D),\n"
-    "and which attend to a few pages of the cache that the nearest layer before them selected (S), or select by a"
-    " digest of the keys (F)",
-)
 
 
 def words_of(dense: bool) -> Words:
-    """Return the words for dense models, or for those with indexers."""
-    return PAGES if dense else INDEXERS
+    """Return the words for patterns with indexers, or for those of dense models.
+
+    Raises:
+        SearchError: if no extension has words for the latter.
+    """
+    if not dense:
+        return INDEXERS
+    found: Words | None = extensions("words", Words).get("dense")
+    if found is None:
+        raise SearchError("patterns of dense models need an extension that is not installed")
+    return found
 
 
 def counted(number: int, noun: str) -> str:
@@ -75,12 +70,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def serving_flags(selection: Selection | None) -> tuple[str, ...]:
-    """Return the flags that SGLang needs beside a pattern: of dense models a backend, and pages that fit the selected.
-
-    Args:
-        selection: of the pattern; `None` where indexers select.
-    """
-    if selection is None:
-        return ()
-    return ("--attention-backend", "flashinfer", "--page-size", str(min(16, selection.page_tokens)))
+def serving_flags(selection: PatternSelection | None) -> tuple[str, ...]:
+    """Return the flags that SGLang needs beside a pattern with this selection; `None` where indexers select."""
+    return () if selection is None else selection.serving_flags()

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from indexcache_search.errors import SearchError
-from indexcache_search.prices.layers import Prices
-from indexcache_search.prices.pages import PageBytes
-from sglang_indexcache import Pattern
+from indexcache_search.strategies.budget.layers import Prices
+from sglang_indexcache import ModelLayers, Pattern
+from sglang_indexcache.pattern_file.file import PrefillSection
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +33,22 @@ class Step:
     losses: dict[int, float]
 
 
+class PlanGoal(ABC):
+    """A pattern of least loss within a budget, beside those of the retentions.
+
+    Attributes:
+        share: of what the checkpoint's own pattern takes.
+    """
+
+    share: float
+
+    @abstractmethod
+    def section(self) -> dict[str, Any]:
+        """Return what `SearchSection` of a pattern file says of the budget, by its field."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class TimeGoal:
+class TimeGoal(PlanGoal):
     """A pattern of least loss that takes at most a time, relative to the checkpoint's own pattern.
 
     Attributes:
@@ -53,22 +67,11 @@ class TimeGoal:
         """Return whether `pattern` takes at most this time."""
         return self.prices.prompt_share(pattern, native) <= self.share + 1e-9
 
-
-@dataclass(frozen=True, kw_only=True)
-class PageGoal:
-    """A pattern of D, F and S of least loss whose decode steps read at most some bytes, relative to all layers D.
-
-    Attributes:
-        share: of the bytes of keys and values.
-        bytes: what layers read.
-    """
-
-    share: float
-    bytes: PageBytes
-
-    def fits(self, pattern: Pattern) -> bool:
-        """Return whether `pattern` reads at most these bytes."""
-        return self.bytes.share(pattern) <= self.share + 1e-9
+    def section(self) -> dict[str, Any]:
+        """See `PlanGoal.section`."""
+        return {
+            "prefill": PrefillSection(share=self.share, context=self.prices.context, prices=self.prices.table),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +81,13 @@ class Goal:
     Attributes:
         native: the checkpoint's own pattern, which shares only locked layers.
         full_layers: number of `F` layers by retention.
-        plan: a pattern of least loss within a time, which may have blocks of queries, or within bytes, which may have F
-            layers beside D; `None` if it is not asked for.
+        budget: of a further pattern of least loss, such as a time, within which it may have blocks of queries; `None`
+            if none is asked for.
     """
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    plan: TimeGoal | PageGoal | None = None
+    budget: PlanGoal | None = None
 
     @property
     def fewest(self) -> int:
@@ -139,7 +142,7 @@ class Outcome:
         patterns: the patterns by retention.
         steps: nested flips that lead to them; empty for strategies without steps.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plan: the pattern of `Goal.plan`.
+        plan: the pattern of least loss within `Goal.budget`.
     """
 
     patterns: dict[Fraction, Pattern]
@@ -191,6 +194,26 @@ class Strategy(ABC):
 
         Raises:
             SearchError: if this engine can't support it.
+        """
+
+
+class ExtraBudget(ABC):
+    """A budget of an extension, by an option of indexcache-search.
+
+    Attributes:
+        option: the option's flag.
+        strategy: finds the pattern within it, in the place of the default strategy.
+    """
+
+    option: ClassVar[str]
+    strategy: ClassVar[type[Strategy]]
+
+    @abstractmethod
+    def goal(self, model: ModelLayers) -> PlanGoal:
+        """Return the goal of a search on `model`.
+
+        Raises:
+            SearchError: if the budget is not about such models, or can't be reached.
         """
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.deepseek_v4.keys import DEFAULT_HASH_LAYERS, KEYS
 from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO, compression_ratios, hash_layers, rotary
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, positive
 from sglang_indexcache.pattern import Pattern

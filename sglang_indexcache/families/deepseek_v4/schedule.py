@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_indexcache.errors import ModelConfigError
 from sglang_indexcache.families.deepseek_v4.keys import (
     DEFAULT_COMPRESS_THETA,
     DEFAULT_HASH_LAYERS,
     DEFAULT_ROTARY_SHARE,
     KEYS,
 )
+from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.model.layers import layer_count
 from sglang_indexcache.model.rope import DEFAULT_THETA, rope_parameters
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.deepseek_v4.schedule import CHOOSING_RATIO
+from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.sglang.attention import CountedAttention, exactly
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need
 
 _SCHEDULE_KEYS = ("compress_ratios", "compress_rates", "layer_types", "num_hidden_layers", "index_topk")
@@ -53,6 +53,8 @@ class DeepseekV4Sglang(SglangAdapter):
         "no server with pipeline parallelism",
     )
     begins_every_stage = True
+    prompt_graphs_since = None
+    fp8_on_blackwell = False
     refused_flags: ClassVar[Mapping[str, str]] = {
         "enable_hisparse": _OWN_SWAPS,
         "enable_return_indexer_topk": "S layers have no indices of their own to return",

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sglang_indexcache.errors import ModelConfigError, SpellingError
 from sglang_indexcache.families.base import CheckpointReader
 from sglang_indexcache.families.dsa.keys import KEYS
-from sglang_indexcache.families.dsa.spellings import PATTERN_KEY, read_spelling
+from sglang_indexcache.families.dsa.override import PATTERN_KEY, read_spelling
+from sglang_indexcache.io.errors import ModelConfigError, SpellingError
 from sglang_indexcache.model.config_keys import ConfigKeys, identity, rope_facts
 from sglang_indexcache.model.layers import ModelLayers, layer_count, positive
 from sglang_indexcache.model.rope import rope_parameters

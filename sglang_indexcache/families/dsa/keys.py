@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_indexcache.families.dsa.spellings import FREQ_KEY, OFFSET_KEY, PATTERN_KEY, TYPES_KEY
+from sglang_indexcache.families.dsa.override import FREQ_KEY, OFFSET_KEY, PATTERN_KEY, TYPES_KEY
 from sglang_indexcache.model.config_keys import ConfigKeys
 
 ALIASES = {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}

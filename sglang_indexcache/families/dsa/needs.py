@@ -1,8 +1,8 @@
-"""Needs of serving DSA models, of selecting in blocks, and of counting what is selected."""
+"""Needs of serving DSA models, and of selecting in blocks."""
 
 from __future__ import annotations
 
-from sglang_indexcache.sglang.probes import LOAD_GRAPHS, SAMPLING, Feature, Need
+from sglang_indexcache.sglang.probes import LOAD_GRAPHS, Feature, Need
 
 PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
 DECODING = "_get_topk_paged"  # for those of decoded tokens
@@ -37,12 +37,6 @@ TRANSFORM = Need(
     ("force_unfused_topk", "topk_transform_method"),
     closed=True,
 )
-BACKEND = Need("srt.model_executor.forward_context", "get_attn_backend")
-INDEXER_METADATA = Need(
-    "srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend.get_indexer_metadata", ("layer_id", "forward_batch")
-)
-OFFSETS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.topk_indices_offset")
-SLOTS = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_table_1")
 TOPK = Need(_MODULE + "dsa_topk_backend", "DSATopKBackend.topk_func", ("score", "lengths", "topk", "row_starts"))
 PAGES = Need("srt.layers.attention.dsa_backend", "DSAMetadata.real_page_table")
 PAGE_SIZE = Need("srt.layers.attention.dsa_backend", "DSAMetadata.page_size")
@@ -86,10 +80,4 @@ SHARDING = Feature(
     (RAGGED, TRANSFORM, ATTENTION_GROUP),
     "no server with --indexcache-shard-indexers",
     SELECTING,
-)
-POSITIONS = Feature(
-    "misses",
-    "what queries of DSA models select, counted on a calibration server",
-    (*SAMPLING.needs, BACKEND, INDEXER_METADATA, TRANSFORM, OFFSETS, SLOTS),
-    "no indexcache-offload --endpoint",
 )

@@ -1,6 +1,6 @@
 """The rules by which versions of engines read sharing keys on DSA models: leniently, and each in its own way.
 
-`spellings` reads what somebody means; this module what runs. It imitates two steps of each engine: its configuration
+`override` reads what somebody means; this module what runs. It imitates two steps of each engine: its configuration
 class makes an object of config.json, and may fill keys in or drop them; then overrides are set on that object, one
 after the other, and a function decides layer by layer.
 
@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sglang_indexcache.errors import SpellingError
-from sglang_indexcache.families.dsa.spellings import (
+from sglang_indexcache.families.dsa.override import (
     CLI_KEY,
     DEFAULT_OFFSET,
     FREQ_KEY,
@@ -31,8 +30,9 @@ from sglang_indexcache.families.dsa.spellings import (
     meanings,
 )
 from sglang_indexcache.families.reading import CONFIG, FILLED, OVERRIDE, SGLANG, Reading, named
+from sglang_indexcache.io.errors import SpellingError
 from sglang_indexcache.pattern import FULL, SHARED
-from sglang_indexcache.sglang.overrides import PARTS
+from sglang_indexcache.sglang.override_flag import PARTS
 
 GLM, HY_V4 = "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"
 DEPTH_KEY = "num_hidden_layers"

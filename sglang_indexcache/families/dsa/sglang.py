@@ -10,14 +10,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from sglang_indexcache.errors import ProofError, SpellingError
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.heads import HeadTrouble, troubles
-from sglang_indexcache.families.dsa.rules import SGLANG_RULES, VLLM_RULES, Rule, read
-from sglang_indexcache.families.dsa.spellings import (
+from sglang_indexcache.families.dsa.override import (
     FREQ_KEY,
     PATTERN_KEY,
     SHARING_KEYS,
@@ -25,47 +23,29 @@ from sglang_indexcache.families.dsa.spellings import (
     meanings,
     to_sglang,
 )
+from sglang_indexcache.families.dsa.rules import Rule, read
 from sglang_indexcache.families.reading import Reading, merged
+from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
-from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.sglang.attention import CountedAttention, exactly
-from sglang_indexcache.sglang.overrides import FLAG
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, Need, SglangError, SglangSource
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
-    *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
-    *("triton_sparse_mla", "triton", "tilelang"),
-)
 
 
 class DsaSglang(SglangAdapter):
     """An adapter that hands SGLang the pattern in its configuration, which SGLang reads while it builds the model.
 
+    It is of all models whose attention is `DeepseekV2AttentionMLA`.
+
     Attributes:
+        rule: what SGLang must have to say itself which layers would run.
         rules: how versions of engines read sharing keys on these models.
     """
 
-    serving = Feature("dsa", "patterns of F and S on DeepSeek-V3.2 and GLM-5", needs.ATTENTIONS, "no server for these")
-    pipeline: ClassVar[Feature | None] = Feature(
-        "pipeline", "pipeline stages that begin with an S layer", (needs.STAGES,), "no server with pipeline parallelism"
-    )
-    rule: ClassVar[Feature | None] = needs.RULE
-    rules: ClassVar[tuple[Rule, ...]] = (*SGLANG_RULES, *VLLM_RULES)
-    selection_capture: ClassVar[Feature | None] = needs.POSITIONS
-    blocks: ClassVar[Feature | None] = needs.BLOCKS
-    sharding: ClassVar[Feature | None] = needs.SHARDING
-    grouping: ClassVar[Feature | None] = needs.GROUPING
-    refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        """
-        enable_prefill_cp attn_cp_size dcp_size enable_hisparse
-        """.split(),
-        "layers that select for blocks of queries were never tried with it",
-    )
+    rule: ClassVar[Feature] = needs.RULE
+    rules: ClassVar[tuple[Rule, ...]]
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
         """See `SglangAdapter.head_troubles`."""
@@ -101,14 +81,29 @@ class DsaSglang(SglangAdapter):
     def readings(
         self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
     ) -> tuple[Reading, ...]:
-        """See `SglangAdapter.readings`."""
+        """Say which layers versions of engines would run with overrides alone.
+
+        Args:
+            architecture: the one that config.json names.
+            config: content of config.json.
+            overrides: a user's, without what `to_overrides` adds.
+        """
         return merged(read(rule, architecture, config, overrides) for rule in self.rules)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str:
-        """See `SglangAdapter.would_run`.
+        """Ask the installed SGLang's own code which roles it would run.
 
         Build the configuration object as a server would, and call the one function that model construction and KV
         pools call (0.5.14 and newer).
+
+        Args:
+            source: source tree of the SGLang that `import sglang` takes.
+            model: folder or hub id.
+            overrides: merged into the model's configuration.
+            letters: number of letters of the pattern.
+
+        Raises:
+            SglangError: if that code can't be called, or refuses the model.
         """
         source.require(needs.RULE)
         with warnings.catch_warnings():
@@ -125,44 +120,6 @@ class DsaSglang(SglangAdapter):
             reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise SglangError(f"SGLang {source.version} refuses {model}: {reason}") from None
 
-    def loaded(self, runner: Any, pattern: Pattern) -> None:
-        """See `SglangAdapter.loaded`."""
-        if pattern.indexers:
-            from sglang_indexcache.families.dsa import patch_indexers
-
-            patch_indexers.install(self.modules(runner.model), pattern)
-
-    def share_rows(self, runner: Any, pattern: Pattern) -> None:
-        """See `SglangAdapter.share_rows`."""
-        from sglang_indexcache.families.dsa import patch_indexers
-        from sglang_indexcache.families.dsa.shards import shards_of_this_rank
-
-        patch_indexers.share_rows(self.modules(runner.model), pattern, shards_of_this_rank())
-
-    def shared_rows(self, model: Any) -> Mapping[int, int]:
-        """See `SglangAdapter.shared_rows`."""
-        from sglang_indexcache.families.dsa import patch_indexers
-
-        return patch_indexers.shared_rows(self.modules(model))
-
-    def captured(self, runner: Any, pattern: Pattern) -> None:
-        """See `SglangAdapter.captured`; also check that prompts attend through a kernel that leaves out -1."""
-        if pattern.indexers:
-            kernel = getattr(_prefill_backend(runner), "dsa_prefill_impl", None)
-            if kernel not in _LEAVES_OUT:
-                raise ProofError(
-                    f"--dsa-prefill-backend {kernel} can't be combined with {pattern.indexers[0]}: it may read as many"
-                    f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
-                )
-
-    def group(self, runner: Any, pattern: Pattern) -> None:
-        """See `SglangAdapter.group`."""
-        if pattern.indexers:
-            from sglang_indexcache.families.dsa import grouped
-
-            heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
-            grouped.place(_prefill_backend(runner), pattern, heads)
-
     def saved(self, runner: Any) -> Mapping[str, int]:
         """See `SglangAdapter.saved`: index keys and indexers that S layers have not, which depends on SGLang."""
         pool = getattr(runner, "token_to_kv_pool", None)
@@ -175,13 +132,6 @@ class DsaSglang(SglangAdapter):
             "saved_kv_bytes_per_token": each * (len(keys) - len(full)),
             "saved_weight_bytes": weights * sum(indexer is None for indexer in indexers),
         }
-
-    def grouped(self, runner: Any) -> tuple[int, ...]:
-        """See `SglangAdapter.grouped`."""
-        from sglang_indexcache.families.dsa import grouped
-
-        found = grouped.placed(_prefill_backend(runner))
-        return () if found is None else tuple(sorted(found.selecting))
 
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
         """See `SglangAdapter.attentions`; a NextN layer selects unless indices are handed to it."""
@@ -208,12 +158,6 @@ class DsaSglang(SglangAdapter):
             raise ProofError(f"layer {site} decides by something else than skip_topk whether its indexer runs")
         return FULL if runs else SHARED
 
-    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
-        """See `SglangAdapter.indexers`."""
-        from sglang_indexcache.families.dsa import patch_indexers
-
-        return tuple(patch_indexers.installed(self.modules(model)))
-
     def indexer(self, module: Any) -> Any:
         """See `SglangAdapter.indexer`."""
         return getattr(module, "indexer", None)
@@ -228,18 +172,15 @@ class DsaSglang(SglangAdapter):
             if key != TYPES_KEY or getattr(config, TYPES_KEY, None) is not None:
                 setattr(config, key, value)
 
-    def positions(self, forward_batch: Any, site: int, selected: Tensor, rows: Tensor, requests: Tensor) -> Tensor:
-        """See `SglangAdapter.positions`."""
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        from sglang_indexcache.families.dsa.index_space import positions_of
-
-        return positions_of(get_attn_backend().get_indexer_metadata(site, forward_batch), selected, rows, requests)
-
     def configured(self, runner: Any) -> str:
         """See `SglangAdapter.configured`; empty where a freq says something else."""
         config = runner.model_config.hf_config
         return str(getattr(config, PATTERN_KEY)) if getattr(config, FREQ_KEY) == 1 else ""
+
+
+def by_configuration(adapter: SglangAdapter) -> DsaSglang | None:
+    """Return an adapter if SGLang reads the roles of its models from their configuration, else `None`."""
+    return adapter if isinstance(adapter, DsaSglang) else None
 
 
 def _bytes_of(module: Any) -> int:
@@ -253,10 +194,6 @@ def _shares(module: Any) -> bool:
 def _of_a_draft(module: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
     handed_over = module.skip_topk and given.get("prev_topk_indices") is not None
     return (0, 1) if handed_over else (1,)  # dense prefill fills its index keys either way
-
-
-def _prefill_backend(runner: Any) -> Any:
-    return getattr(runner.attn_backend, "prefill_backend", runner.attn_backend)
 
 
 def _imported(need: Need) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 from sglang_indexcache.families.dsa.needs import ATTENTIONS
+from sglang_indexcache.families.dsa.override import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.rules import HY_V4_FREQ, SGLANG_HY_V4_RULES, VLLM_HY_V4_RULES
 from sglang_indexcache.families.dsa.sglang import DsaSglang
-from sglang_indexcache.families.dsa.spellings import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
@@ -38,12 +38,10 @@ class HyV4Checkpoint(DsaCheckpoint):
 
 
 class HyV4Sglang(DsaSglang):
-    """An adapter that serves HY-V4 as DSA, without pipeline stages and blocks."""
+    """An adapter that serves HY-V4 as DSA."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
     rules = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
-    pipeline = None
-    blocks = selection_capture = None  # never compared with a reference there
 
 
 class HyV4Transformers(DsaTransformers):

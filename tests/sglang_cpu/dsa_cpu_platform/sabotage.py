@@ -80,8 +80,8 @@ def apply() -> None:
 def _break_dense(broken: str, runner: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.layers.attention import attention_registry, torch_native_backend
 
-    from sglang_indexcache.families.dense_gqa import DENSE_GQA
-    from sglang_indexcache.families.dense_gqa.sglang import DenseGqaSglang
+    from indexcache_dense.family import DENSE_GQA
+    from indexcache_dense.family.sglang import DenseGqaSglang
 
     switch = DenseGqaSglang.switch
 

@@ -1,0 +1,1 @@
+"""Dense models (DELTA): which layers select pages of the cache, and which reuse the selection."""

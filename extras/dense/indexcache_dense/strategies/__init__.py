@@ -1,0 +1,1 @@
+"""Strategies for patterns of dense models."""

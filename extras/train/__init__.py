@@ -1,0 +1,1 @@
+"""Training of indexers for a pattern."""

@@ -1,0 +1,1 @@
+"""Training of indexers that serve all the layers that reuse them."""

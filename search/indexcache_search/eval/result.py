@@ -1,0 +1,135 @@
+"""A comparison as numbers, as a table and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+import numpy as np
+from rich.table import Table
+
+from indexcache_search.eval.held_out import ComparisonSet
+from indexcache_search.eval.measure import Compared
+from indexcache_search.eval.table import tabulated
+from indexcache_search.eval.verdict import findings
+from indexcache_search.evaluation import estimates
+from indexcache_search.report.frontier import environment, section, spelt
+from indexcache_search.report.points import estimated, timed
+from indexcache_search.report.search.figures import changes_figure
+from indexcache_search.results import speed_table, tables
+from indexcache_search.results.held_out import ComparisonResult, Row, SpeedRow
+from indexcache_search.results.variant import BASELINE, BEST, MEAN
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.workdir.outputs import WORK
+
+SCHEMA = "indexcache-eval/v1"
+
+
+def collect(
+    lines: Sequence[Compared],
+    held_out: ComparisonSet,
+    first_sparse_position: int,
+    *,
+    model: str,
+    engine: str,
+    seq_len: int,
+    prices: Prices | None = None,
+    speed: Sequence[SpeedRow] = (),
+) -> ComparisonResult:
+    """Collect all measurements: `held_out` as in metrics.json of a search, with `kl` and changes paired by sequence.
+
+    Args:
+        lines: the baseline first.
+        held_out: the sequences.
+        first_sparse_position: see `ModelLayers`.
+        model: its name.
+        engine: name of the engine, or of the servers.
+        seq_len: tokens a sequence.
+        prices: times of layers, where patterns have such.
+        speed: rows of speed, where it was requested.
+    """
+    table = tabulated([line.row for line in lines], held_out.data, first_sparse_position, prices)
+    rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
+    table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
+    return ComparisonResult(
+        schema=SCHEMA,
+        model=model,
+        engine=engine,
+        seq_len=seq_len,
+        held_out=table,
+        findings=findings(table),
+        **({"speed": list(speed)} if speed else {}),
+    )
+
+
+def _with_changes(row: Row, line: Compared, base: Compared, held_out: ComparisonSet) -> Row:
+    """Return `row` with changes from the baseline, `kl` and the tasks' answers."""
+    data, by_source = held_out.data, {}
+    for number, name in enumerate(data.sources):
+        change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
+        more = {"accuracy_change": estimates.share(change, line.row.evaluation, data, number)}
+        if line.divergence is not None:
+            more["kl"] = estimates.loss(line.divergence, data, number)
+        answered = [int(at) for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]
+        if answered:
+            values = np.asarray([line.generated[at] for at in answered])
+            before = np.asarray([base.generated[at] for at in answered])
+            copies = data.copy_of[answered]
+            more["generated"] = estimates.over(values, copies)
+            more["generated_change"] = estimates.over(values - before, copies)
+        by_source[name] = row.by_source[name].model_copy(update=more)
+    kl = {} if line.divergence is None else {"kl": estimates.loss(line.divergence, data)}
+    extra = {"extra": dict(line.extra)} if line.extra else {}
+    return row.model_copy(update={"by_source": by_source, **kl, **extra})
+
+
+def task_tables(result: ComparisonResult, width: int) -> list[Table]:
+    """Make the tables of tasks for a terminal of `width` columns: the share of answers given, and its change."""
+    table = result.held_out
+    tasks = [source for source in table.sources if table.rows[0].by_source[source].generated is not None]
+    lines = [["pattern", *(task.removesuffix("-style") for task in tasks)]]
+    for row in table.rows:
+        if row.kind in (MEAN, BEST):
+            continue  # a summary of several patterns
+        cells = [tables.label(row)]
+        for task in tasks:
+            value, change = row.by_source[task].generated, row.by_source[task].generated_change
+            assert value is not None and change is not None
+            error = "" if change.stderr is None else f" ±{change.stderr:.3f}"
+            cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
+        lines.append(cells)
+    return tables.fitted("Generated tasks: share of the answers given (change from the baseline)", lines, 1, width)
+
+
+FILES = ("eval.json", "eval.html")
+HARNESS = ("harness.json", "lm-eval.log")
+EVER = "|".join(map(re.escape, (*FILES, *HARNESS, *WORK)))  # what indexcache-eval writes, with or without a harness
+NO_FIGURES: Mapping[str, str] = {}
+
+
+def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> dict[str, str]:
+    """Render the contents of `FILES`, by name; `figures` are SVG texts of a study, by their titles."""
+    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result, figures)), strict=True))
+
+
+def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
+    """Render a self-contained page."""
+    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    held_out = result.held_out
+    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
+    measured = [row for row in result.speed if row.source == "measured"]
+    noun = "servers" if held_out.rows[0].pattern is None else "patterns"
+    return template.render(
+        result=result,
+        noun=noun,
+        columns=tables.columns(held_out),
+        rows=rows,
+        figure=changes_figure(held_out),
+        figures=figures,
+        frontier=section(timed(held_out, measured) or estimated(held_out), spelt, noun),
+        prices=tables.speed_line(held_out),
+        speed_title=speed_table.title(result.speed) if result.speed else "",
+        speed=speed_table.lines(result.speed, held_out) if result.speed else [],
+    )

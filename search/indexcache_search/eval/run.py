@@ -1,0 +1,203 @@
+"""A whole comparison: from names of patterns or servers to eval.json and eval.html."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from indexcache_search.console import announce, bar, warn
+from indexcache_search.data import dry_run
+from indexcache_search.data.reader import TokenReader
+from indexcache_search.data.tokens import default_reply
+from indexcache_search.engines.registry import Surroundings
+from indexcache_search.errors import SearchError
+from indexcache_search.eval import held_out, measure, result
+from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
+from indexcache_search.eval.job import ComparisonJob
+from indexcache_search.eval.measure import Compared
+from indexcache_search.eval.speed import servers
+from indexcache_search.eval.speed.estimate import estimated, prices_at
+from indexcache_search.eval.unswitched import Unswitched
+from indexcache_search.evaluation.identity import engine_identity, engine_words, today
+from indexcache_search.evaluation.journal import Journal
+from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
+from indexcache_search.results.held_out import ComparisonResult, SpeedRow
+from indexcache_search.results.variant import Variant
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.workdir.outputs import Outputs, outputs
+from sglang_indexcache import ModelLayers
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
+
+
+def run(job: ComparisonJob) -> ComparisonResult | None:
+    """Compare on held-out data, and write eval.json and eval.html; `None` if the data are shown alone.
+
+    Raises:
+        IndexCacheError: if a request can't be fulfilled. If servers fail while they are timed, losses and the speed
+            known until then are written first.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    candidates, output = job.candidates, job.output
+    candidates.check()
+    set_quiet()
+    reads = {"--model": [job.model], **candidates.reads(), **job.data.reads()}
+    with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.EVER) as out:
+        begun = _begun(job)
+        if begun is None:
+            return None
+        measured = _on_servers(job, begun) if candidates.endpoints else _of_patterns(job, begun, out)
+        comparison = result.collect(
+            measured.lines,
+            begun.built,
+            begun.model.first_sparse_position,
+            model=begun.model.name,
+            engine=measured.engine,
+            seq_len=begun.built.data.seq_len,
+            prices=measured.prices,
+            speed=measured.speed,
+        )
+        out.replace(result.texts(comparison, candidates.figures(comparison)), job.console)
+    if measured.failure is not None:
+        raise SearchError(f"{measured.failure}; what was measured before is in {output / result.FILES[0]}")
+    return comparison
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A comparison whose data are read; `lines` are patterns, `prices` those of `--speed` without servers."""
+
+    model: ModelLayers
+    lines: Sequence[Variant]
+    built: ComparisonSet
+    prices: Sequence[Prices]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was measured; `failure` is that of servers that were timed."""
+
+    lines: Sequence[Compared]
+    engine: str
+    speed: Sequence[SpeedRow]
+    prices: Prices | None = None
+    failure: IndexCacheError | None = None
+
+
+def _begun(job: ComparisonJob) -> _Begun | None:
+    """Read the model's configuration, the patterns and the data."""
+    candidates, data, speed, console = job.candidates, job.data, job.speed, job.console
+    given = candidates.selections[0] if candidates.selections else None
+    specs = [(name, PatternSpec.read(text, given, assume=True)) for name, text in map(split_name, candidates.patterns)]
+    description, config = candidates.describe(job.model, specs, data.seq_len), read_config(job.model)
+    lines = candidates.lines(specs, description)
+    seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)
+    check_seq_len(seq_len, config)
+    _warn_of_whole(lines, seq_len, console)
+    speed_prices: list[Prices] = []
+    if speed is not None and candidates.endpoints:
+        if not data.only_shown:
+            servers.check(candidates.endpoints, speed.loads())
+    elif speed is not None:
+        speed_prices = prices_at(description, speed.contexts, speed.prices)
+        for unlike in dict.fromkeys(prices.unlike for prices in speed_prices if prices.unlike):
+            warn(console, f"--speed: reckoned as {speed_prices[0].table}, which this model is not: {unlike}")
+    data = _with_reply(data, lines, seq_len, console)
+    reader = TokenReader(lambda: load_tokenizer(job.model), config.vocab_size, seq_len, description.dense, data.rows)
+    built = held_out.build(reader, description, data, seq_len, candidates.calibrated_on(specs))
+    if data.only_shown:
+        dry_run.show(reader, {"evaluation": built.data})
+        return None
+    for note in reader.notes:
+        warn(console, note)
+    if built.left_out:
+        warn(console, f"left out {built.left_out} documents that a {candidates.noun} was calibrated on")
+    return _Begun(description, lines, built, speed_prices)
+
+
+def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
+    addresses, data, speed = job.candidates.endpoints, begun.built.data, job.speed
+    rows: list[SpeedRow] = []
+    failure = None
+    with bar(job.console) as progress:
+        unswitched = Unswitched(addresses)
+        task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
+        compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
+        unswitched.check()
+        if speed is not None:
+            task = progress.add_task("speed", total=len(speed.loads()))
+            lines, done = [line.row.line for line in compared], partial(progress.advance, task)
+            try:
+                for found in servers.measure(addresses, lines, speed.loads(), data.tokens.ravel(), done):
+                    unswitched.check()
+                    rows += found
+            except IndexCacheError as error:
+                failure = error
+    return _Measured(lines=compared, engine=", ".join(map(str, addresses)), speed=rows, failure=failure)
+
+
+def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
+    candidates, model, say = job.candidates, begun.model, partial(warn, job.console)
+    with bar(job.console) as progress, ExitStack() as stack:
+        distinct = len({model.native, *(line.pattern for line in begun.lines)})
+        task = progress.add_task(f"{candidates.noun}s", total=2 * distinct * begun.built.data.num_sequences)
+        run = replace(job.run, selection=model.native.selection)
+        around = Surroundings(announce=partial(announce, job.console), warn=say)
+        engine = stack.enter_context(candidates.engine(job.model, run, model, around))
+        engine.model = model
+        names = {**engine_identity(engine), "held-out": begun.built.data.sha256}
+        with Journal(out.journal(), names, today(), job.restart, candidates.parse) as journal:
+            compared = candidates.compared(engine, journal, begun.lines, begun.built, partial(progress.advance, task))
+        engine.check_unchanged()
+        return _Measured(
+            lines=compared,
+            engine=engine_words(engine),
+            speed=estimated([line.row.line for line in compared], begun.prices),
+            prices=candidates.prices(model, say, None if job.speed is None else job.speed.prices),
+        )
+
+
+def _selected(line: Variant) -> int:
+    """Return how many tokens a query selects by the line's own selection, 0 without one."""
+    selection = None if line.letters is None else line.letters.selection
+    return 0 if selection is None else selection.tokens
+
+
+def _warn_of_whole(lines: Sequence[Variant], seq_len: int, console: Console) -> None:
+    """Say which selections hold a whole sequence."""
+    whole = sorted({size for size in map(_selected, lines) if size >= seq_len})
+    if whole:
+        sizes = ", ".join(map(str, whole))
+        warn(console, f"selections of {sizes} tokens hold whole sequences of {seq_len}: expected a larger --seq-len")
+
+
+def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
+    """Return `data` with a reply, a quarter of each sequence as in a search, if a pattern needs one and has none."""
+    blocks = any(line.letters is not None and line.letters.indexers for line in lines)
+    if not blocks or data.reply is not None:
+        return data
+    reply = default_reply(seq_len)
+    warn(console, f"layers select for blocks of queries: the last {reply} tokens of a sequence count (--reply {reply})")
+    return replace(data, reply=reply)
+
+
+def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
+    """Print the tables, the findings, and the names of the files."""
+    from indexcache_search.results import speed_table, tables
+
+    for table in tables.terminal_tables(comparison.held_out, out.width):
+        out.print(table)
+    if line := tables.speed_line(comparison.held_out):
+        out.print(line, soft_wrap=True)
+    for table in speed_table.terminal_tables(comparison.speed, comparison.held_out, out.width):
+        out.print(table)
+    for table in result.task_tables(comparison, out.width):
+        out.print(table)
+    for line in comparison.findings:
+        out.print(line, soft_wrap=True)
+    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)

@@ -1,0 +1,140 @@
+"""Run a whole search: begin, choose, compare, write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+
+from indexcache_search.console import warn
+from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
+from indexcache_search.eval.table import tabulated
+from indexcache_search.results.held_out import SearchResult, SpeedRow
+from indexcache_search.results.variant import BASELINE, Variant, VariantLosses
+from indexcache_search.searching import metrics
+from indexcache_search.searching.begin import Begun, begun
+from indexcache_search.searching.comparison import comparison_lines, evaluated
+from indexcache_search.searching.files import texts
+from indexcache_search.searching.job import SearchJob
+from indexcache_search.searching.pattern_writer import FileWriter
+from indexcache_search.searching.progress import SearchProgress
+from indexcache_search.searching.prompt_times import measured_times
+from indexcache_search.searching.search import Found, Listeners, Search
+from indexcache_search.strategies import measured_strategies
+from indexcache_search.strategies.base import Goal, Step, TimeGoal
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.pricing import ANYWHERE, column
+from indexcache_search.workdir.outputs import PARTIAL, Outputs
+from sglang_indexcache.command_line import error_context
+
+
+def run(job: SearchJob) -> SearchResult:
+    """Search a model, write pattern.yaml, metrics.json, report.html and README.md, and return what they show.
+
+    Raises:
+        IndexCacheError: if a request can't be met.
+        NonFiniteLossError: if a loss is NaN or infinite.
+    """
+    with begun(job) as (search, out):
+        budget = search.goal.budget
+        if isinstance(budget, TimeGoal) and (unlike := budget.prices.unlike):
+            warn(job.console, f"--prefill: reckoned as {budget.prices.table}, which this model is not: {unlike}")
+        with SearchProgress(job.console) as progress:
+            result = _Run(search, out, progress, job.data.seed).result()
+        result = result.model_copy(update={"command": job.command})
+        out.replace(texts(result, job.model), job.console)
+    return result
+
+
+class _Run:
+    """The phases of a search; patterns that are found on the way are written down at once."""
+
+    def __init__(self, begun: Begun, out: Outputs, progress: SearchProgress, seed: int) -> None:
+        self._begun, self._out, self._progress = begun, out, progress
+        chooses = begun.chooses(progress.evaluated)
+        self._writer = FileWriter(begun.engine, chooses, seed, begun.journal.facts["created"])
+        self._search, self._judges = begun.search(chooses), begun.judges(progress.evaluated)
+        self._seconds: dict[str, float] = {}
+
+    def result(self) -> SearchResult:
+        """Run all phases."""
+        begun, engine, goal = self._begun, self._begun.engine, self._begun.goal
+        with self._timed("search"):
+            found = self._choose(self._search)
+        with self._timed("overlap and similarity"):
+            self._progress.wait("what layers have in common")
+            names = (OVERLAP, *(rule.name for rule in measured_strategies(engine.model.dense)))
+            measured = {name: begun.matrices.measured(name) for name in names}
+            lines = comparison_lines(found, goal.native, measured)
+        for look_alike in found.look_alikes:
+            self._progress.warn(str(look_alike))
+        with self._timed("held-out comparison"):
+            rows = self._compare(lines)
+        speed = self._speed([line for line in lines if line.kind == BASELINE or line.name == found.strategy.name])
+        with error_context("looking whether the model is still the same"):
+            engine.check_unchanged()
+        prices = prices_of(engine, goal, self._progress.warn)
+        return metrics.collect(
+            found,
+            file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.budget),
+            engine=engine,
+            table=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
+            matrices=measured,
+            seconds=self._seconds,
+            speed=speed,
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        with error_context(name):
+            yield
+        self._seconds[name] = time.monotonic() - began
+
+    def _choose(self, search: Search) -> Found:
+        goal, progress = search.goal, self._progress
+
+        def on_step(step: Step, found: Found) -> None:
+            self._out.work.write(PARTIAL, self._writer.file(found, step.pattern).dumps())
+            progress.committed(step, len(found.steps), len(goal.native.full_layers) - goal.fewest)
+
+        def on_pattern(retention: Fraction, found: Found) -> None:
+            self._out.work.write(PARTIAL, self._writer.file(found, next(iter(found.patterns.values()))).dumps())
+            share = sum(map(float, found.patterns)) / sum(map(float, goal.full_layers))
+            progress.found(retention, found.patterns[retention], share)
+
+        progress.begin(f"{search.strategy.name} search", search.planned_sequences(), search.data)
+        return search.find(Listeners(on_step, on_pattern, progress.notice))
+
+    def _compare(self, lines: Sequence[Variant]) -> list[VariantLosses]:
+        rows: list[VariantLosses] = []
+        data = self._judges.data
+        self._progress.begin("held-out comparison", len({line.pattern for line in lines}) * data.num_sequences, data)
+        for row in evaluated(lines, self._judges):
+            rows.append(row)
+            self._progress.compared(row, rows[0])
+        return rows
+
+    def _speed(self, lines: Sequence[Variant]) -> list[SpeedRow]:
+        engine = self._begun.engine
+        if not isinstance(engine, TimesPrompts):
+            return []
+        with self._timed("times of prompts"):
+            self._progress.wait("times of prompts")
+            return measured_times(engine, lines, self._begun.held_out, self._begun.journal)
+
+
+def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
+    """Return the prices by which the speeds of a search are shown, `None` where there are none.
+
+    Their words say if they are of another device or SGLang than the servers have.
+
+    Args:
+        engine: what evaluates patterns.
+        goal: of the search.
+        notice: hears why there are none, where its architecture has a table.
+    """
+    if isinstance(goal.budget, TimeGoal):
+        return goal.budget.prices
+    return column(engine.model, notice, place=getattr(engine, "place", ANYWHERE))

@@ -1,0 +1,168 @@
+"""One search: a strategy on calibration data, and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexcache_search.engines.base import Engine
+from indexcache_search.evaluation import estimates
+from indexcache_search.evaluation.estimates import Estimate
+from indexcache_search.evaluation.evaluator import Cost, Evaluator
+from indexcache_search.evaluation.judge import Judge
+from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
+from indexcache_search.strategies.swaps import improved
+from sglang_indexcache import Pattern
+
+
+@dataclass(frozen=True)
+class LookAlike:
+    """`other` costs within noise of `best` on the calibration sequences, and keeps fewer than half of its layers."""
+
+    retention: Fraction
+    best: Pattern
+    other: Pattern
+    difference: Estimate
+
+    def __str__(self) -> str:
+        error = "" if self.difference.stderr is None else f" ±{self.difference.stderr:.4f}"
+        return (
+            f"{self.retention}: {self.other} keeps other layers than {self.best} and costs only"
+            f" {self.difference.mean:+.4f}{error} more on these sequences; more of them would tell which is better"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Results of a strategy, final or so far.
+
+    Attributes:
+        strategy: how it was found.
+        steps: nested flips, where there are such.
+        patterns: by retention; all on the way of `steps`, or better than what is.
+        plan: the pattern of least loss within a time, if one was asked for.
+        look_alikes: other patterns that calibration can't tell from those.
+        cost: what all evaluations on the calibration set took.
+        algorithm_1: layer-tokens of the paper's Algorithm 1, which runs every layer of every evaluation.
+        baseline_loss: the native pattern's loss on the calibration set.
+        noise_floor: how far two evaluations of it lie apart, on the first share of the sequences.
+        losses: each of these patterns' loss on the whole set.
+        increases: over `baseline_loss`, likewise.
+    """
+
+    strategy: Strategy
+    steps: tuple[Step, ...]
+    patterns: Mapping[Fraction, Pattern]
+    plan: Pattern | None
+    look_alikes: tuple[LookAlike, ...]
+    cost: Cost
+    algorithm_1: int
+    baseline_loss: float
+    noise_floor: float
+    losses: Mapping[Pattern, float]
+    increases: Mapping[Pattern, Estimate]
+
+
+@dataclass
+class Listeners:
+    """Who hears of a search while it runs.
+
+    Attributes:
+        on_step: hears of every committed flip, and what was found so far.
+        on_pattern: hears of a retention whose pattern was found at once, and what was found so far.
+        notice: hears of what else is worth a line.
+    """
+
+    on_step: Callable[[Step, Found], None] = field(default=lambda step, found: None)
+    on_pattern: Callable[[Fraction, Found], None] = field(default=lambda retention, found: None)
+    notice: Callable[[str], None] = field(default=lambda line: None)
+
+
+class Search:
+    """Runs one strategy.
+
+    Args:
+        engine: evaluates patterns.
+        calibration: evaluates them on the tokens that choose.
+        strategy: how patterns are found.
+        goal: its goal.
+        measured: matrices of the model by name, which some strategies ask for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        calibration: Evaluator,
+        strategy: Strategy,
+        goal: Goal,
+        measured: Callable[[str], NDArray[np.float64] | None] = lambda name: None,
+    ) -> None:
+        self.strategy, self.goal = strategy, goal
+        self.engine, self._native = engine, engine.model.native
+        self.data, self._calibration, self._measured = calibration.data, calibration, measured
+        self._judge = Judge.racing(calibration) if strategy.race else Judge(calibration)
+
+    def planned_sequences(self) -> int | None:
+        """Sequences that the strategy will run; `None` where that depends on what it finds."""
+        planned = None if self.strategy.swaps else self.strategy.planned(self.goal)
+        return None if planned is None else (2 + planned) * self._calibration.data.num_sequences
+
+    def find(self, listeners: Listeners | None = None) -> Found:
+        """Evaluate the native pattern, run the strategy; `listeners` hear of what happens."""
+        listeners = listeners or Listeners()
+        self._calibration.evaluations([self._native])
+        self._calibration.evaluations([self._native], self._judge.shares[0], repeat=1)  # the difference is noise
+        problem = Problem(
+            goal=self.goal,
+            judge=self._judge,
+            engine=self.engine.name,
+            measured=self._measured,
+            on_step=lambda step, steps: listeners.on_step(step, self._found(Outcome({}, steps))),
+            on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found(Outcome(patterns))),
+            notice=listeners.notice,
+        )
+        outcome = self.strategy.find(problem)
+        return self._found(improved(outcome, problem, swaps) if (swaps := self.strategy.swaps) else outcome)
+
+    def _found(self, outcome: Outcome) -> Found:
+        steps, patterns, rivals = outcome.steps, outcome.patterns, outcome.rivals
+        plan = [] if outcome.plan is None else [outcome.plan]
+        data, known = self._calibration.data, [*(step.pattern for step in steps), *patterns.values(), *plan]
+        evaluations = dict(zip(known, self._calibration.evaluations(known), strict=True))
+        baseline = self._calibration.evaluations([self._native])[0]
+        return Found(
+            strategy=self.strategy,
+            steps=steps,
+            patterns=dict(patterns),
+            plan=outcome.plan,
+            look_alikes=tuple(item for retention in rivals for item in self._look_alikes(retention, patterns, rivals)),
+            cost=self._calibration.cost,
+            algorithm_1=self.goal.algorithm_1 * len(self._native) * data.tokens.size,
+            baseline_loss=estimates.loss(baseline, data).mean,
+            noise_floor=self._noise_floor(baseline),
+            losses={pattern: estimates.loss(item, data).mean for pattern, item in evaluations.items()},
+            increases={pattern: estimates.increase(item, baseline, data) for pattern, item in evaluations.items()},
+        )
+
+    def _noise_floor(self, baseline: Evaluation) -> float:
+        rows, data = self._judge.shares[0], self._calibration.data
+        first, second = baseline.on(rows), self._calibration.recorded(self._native, 1).on(rows)
+        return abs(estimates.loss(second, data).mean - estimates.loss(first, data).mean)
+
+    def _look_alikes(
+        self, retention: Fraction, patterns: Mapping[Fraction, Pattern], rivals: Mapping[Fraction, list[Pattern]]
+    ) -> list[LookAlike]:
+        """Return the `rivals` that calibration can't tell from the one found, and that keep other layers."""
+        best, alike = patterns[retention], []
+        for other in rivals[retention]:
+            difference = self._judge.difference(other, best)
+            common = len(set(best.full_layers) & set(other.full_layers) - {0})
+            wanted = len(best.full_layers) - 1
+            if difference.low <= 0 and 2 * common < wanted:
+                alike.append(LookAlike(retention, best, other, difference))
+        return alike

@@ -1,0 +1,113 @@
+"""Settings of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from indexcache_search.errors import SearchError
+from indexcache_search.evaluation.objectives import Objective
+from indexcache_search.strategies.base import ExtraBudget, Goal, PlanGoal, Strategy, TimeGoal
+from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.pricing import needed_table, priced
+from indexcache_search.strategies.lazy import Lazy
+from sglang_indexcache import ModelLayers
+from sglang_indexcache.pattern import full_layer_count
+
+BLOCKS = (2, 4, 8, 16)  # sizes of blocks that a search tries; 64 is hardly faster than 16
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A time that a pattern may take, relative to the checkpoint's own.
+
+    Attributes:
+        share: of the time.
+        context: tokens of the prompts.
+        table: name or file of a price table; `None` for that of the model, see `pricing`.
+    """
+
+    share: float
+    context: int
+    table: str | None = None
+
+    def prices(self, model: ModelLayers, queries: Sequence[int] = ()) -> Prices:
+        """Return the prices by which it is met.
+
+        Raises:
+            SearchError: if there is no table of the model's shape, or the context or one of `queries` was not measured.
+        """
+        table = needed_table(model, self.table)
+        prices = priced(model, table, self.context)
+        for number in queries:
+            if number not in prices.full:
+                known = ", ".join(str(item) for item in prices.full if item > 1)
+                raise SearchError(f"--prefill: queries has {number}, but {table.name} has prices of {known}")
+        return prices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a search, before the model is known.
+
+    Attributes:
+        retain: retentions to search; the first is the pattern file's default, unless there is a plan.
+        strategy: how patterns are found; `BudgetSearch` with `prefill`, that of `bytes` with it.
+        objective: what is minimised.
+        prefill: a time of prompts that a plan with blocks of queries may take.
+        queries: sizes of those blocks.
+        decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
+        bytes: what decoding steps of a plan may read, by the option of an extension.
+    """
+
+    retain: tuple[Fraction, ...]
+    strategy: Strategy = field(default_factory=Lazy)
+    objective: Objective = "kl"
+    prefill: Budget | None = None
+    queries: tuple[int, ...] = BLOCKS
+    decode: Budget | None = None
+    bytes: ExtraBudget | None = None
+
+    def goal(self, model: ModelLayers) -> Goal:
+        """Return the goal of the search on `model`, checked before anything expensive.
+
+        Raises:
+            SearchError: if it can't be reached, or a search would not end.
+        """
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        goal = Goal(native=model.native, full_layers=full_layers, budget=self._budget(model))
+        self.strategy.check(goal)
+        return goal
+
+    def _budget(self, model: ModelLayers) -> PlanGoal | None:
+        """See `Goal.budget`."""
+        if self.bytes is not None:
+            return self.bytes.goal(model)
+        if self.prefill is None:
+            return None
+        if model.dense:
+            raise SearchError("--prefill is about indexers, the model is dense")
+        queries = tuple(sorted({number for number in self.queries if number <= model.index_topk}))
+        if not queries:
+            raise SearchError(f"--prefill: queries of at most {model.index_topk} were expected, as the model selects")
+        return TimeGoal(
+            share=self.prefill.share,
+            prices=self.prefill.prices(model, queries),
+            queries=queries,
+            most_full=self._most_full(model),
+        )
+
+    def _most_full(self, model: ModelLayers) -> int:
+        """Return the most `F` layers with which decoding takes no longer than it may."""
+        native = model.native
+        most = len(native.full_layers)
+        if self.decode is None:
+            return most
+        named = self.decode.table or (None if self.prefill is None else self.prefill.table)
+        prices = replace(self.decode, table=named).prices(model)
+        for count in range(most, 0, -1):
+            if prices.decode_share(native.keeping(native.full_layers[:count]), native) <= self.decode.share:
+                return count
+        least = prices.decode_share(native.keeping(native.full_layers[:1]), native)
+        raise SearchError(f"--decode is {self.decode.share:g}, expected at least {least:.3f}: what one F layer takes")

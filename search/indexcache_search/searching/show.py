@@ -1,0 +1,50 @@
+"""What a search says at its end."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from indexcache_search.console import command, serving
+from indexcache_search.results import speed_table, tables
+from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.words import counted
+from indexcache_search.searching import model_card
+from indexcache_search.searching.job import Files
+from indexcache_search.strategies import DEFAULT_RETAIN
+from sglang_indexcache.pattern_file.result_folder import FILES, PATTERN
+
+
+def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
+    """Print the comparison, the patterns found, where the files are, and what to do next.
+
+    Args:
+        result: what was found.
+        model: folder or hub id; `None` for the demo.
+        files: where it is.
+        out: for results.
+    """
+    held_out, search, cost = result.held_out, result.pattern_file.search, result.cost
+    assert search is not None
+    for table in tables.terminal_tables(held_out, out.width):
+        out.print(table)
+    for row in model_card.found_rows(result):
+        out.print(f"{row.retention or row.name.rpartition(' ')[2]:>4}  {row.pattern}", soft_wrap=True)
+    if line := tables.speed_line(held_out):
+        out.print(line, soft_wrap=True)
+    for table in speed_table.terminal_tables(result.speed, held_out, out.width):
+        out.print(table)
+    out.print(
+        f"Cost: {counted(search.evaluations, 'pattern')} beside the baseline, {cost.sequences} runs of a sequence,"
+        f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
+        soft_wrap=True,
+    )
+    out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
+    path = files.folder / PATTERN
+    if model is None:
+        shares = ",".join(dict.fromkeys(row.retention for row in model_card.found_rows(result) if row.retention))
+        asked = () if shares in ("", DEFAULT_RETAIN) else ("--retain", shares)
+        out.print(f"Next: {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
+        return
+    advised = f"{path}{model_card.suffix(result)}"
+    out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
+    out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)

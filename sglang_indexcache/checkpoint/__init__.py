@@ -1,0 +1,1 @@
+"""Checkpoints that a pattern is for: their layers, whether it fits them, and the environment that reads them."""

@@ -1,0 +1,358 @@
+"""A model override by itself: which layers would engines run if somebody pasted the flag, without the launcher?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
+from sglang_indexcache.families import describe, family_of
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa.override import (
+    CLI_KEY,
+    FREQ_KEY,
+    OFFSET_KEY,
+    SHARING_KEYS,
+    TYPES_KEY,
+    indexer_types,
+    meanings,
+    read_spelling,
+)
+from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
+from sglang_indexcache.families.reading import OVERRIDE, READ_VERSIONS, SGLANG, Reading, named, of_version
+from sglang_indexcache.io.errors import IndexCacheError, SpellingError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file.file import PatternFile
+from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.override_flag import FLAG, PARTS, merged, parse_overrides
+from sglang_indexcache.sglang.probes import SglangError, SglangSource
+
+_NEXTN_KEY = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """What engines run of a model with an override alone.
+
+    Attributes:
+        override: the parsed `--json-model-override-args`.
+        model: name of the model.
+        sglang: version of the installed SGLang, or of the unpacked one; `None` without one.
+        means: the roles that its sharing keys mean; `None` if they can't be read, contradict each other, or say none.
+        readings: what runs, by engine and version; first what the installed SGLang says itself.
+        problems: one line each; empty if what it means runs on the SGLang at hand, or without one on all that were
+            read.
+        notes: what was not checked.
+    """
+
+    override: Mapping[str, Any]
+    model: str
+    sglang: str | None
+    means: str | None
+    readings: tuple[Reading, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def other_than(self, roles: str) -> Iterator[str]:
+        """Yield a line for each reading that counts and runs other layers: of the SGLang at hand, or of all."""
+        if self.sglang is None:
+            counted = [item for item in self.readings if item.engine == SGLANG]
+        else:
+            found = of_version(self.readings, self.sglang)
+            counted = [] if found is None else [found]
+            if found is None:
+                yield f"which layers SGLang {self.sglang} would run is not known: {_why_unknown(self.sglang)}"
+        for item in counted:
+            if item.roles != roles:
+                yield item.line + (f": {item.roles} instead of {roles}" if item.source == OVERRIDE else "")
+
+
+def says_roles(overrides: Mapping[str, Any]) -> bool:
+    """Return whether overrides have a key, by itself or within that of a text model, that says which layers share."""
+    inner = (overrides.get(outer) for outer in PARTS)
+    return any(
+        key in given for given in (overrides, *inner) if isinstance(given, Mapping) for key in (*SHARING_KEYS, CLI_KEY)
+    )
+
+
+def alone(model: str, overrides: Mapping[str, Any], unpacked: Path | None = None) -> Alone:
+    """Say which layers engines would run of `model` with `overrides`, which say roles, and nothing else.
+
+    Args:
+        model: folder or hub id.
+        overrides: a parsed `--json-model-override-args`.
+        unpacked: an SGLang to read instead of the installed one.
+
+    Raises:
+        IndexCacheError: if the model can't be read.
+    """
+    checkpoint, (config, _) = Checkpoint.read(model), read_config(model)
+    family, architecture = checkpoint.family, checkpoint.model.architecture
+    configured = by_configuration(family.sglang)
+    if configured is None:
+        readings: tuple[Reading, ...] = (_unread_everywhere(checkpoint, overrides),)
+    else:
+        readings = configured.readings(architecture, config, overrides)
+    notes: list[str] = []
+    source = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked)
+    if source is None:
+        notes.append("SGLang is not installed here: all versions that were read count")
+    elif source.version.partition("+")[0] not in READ_VERSIONS:
+        notes.append(f"SGLang {source.version}: {_why_unknown(source.version)}")
+    if source is not None and unpacked is None and configured is not None and source.refusal(configured.rule) is None:
+        readings = _asked(configured, source, model, overrides, readings)
+    problems, means = [], None
+    try:
+        means = _meant(overrides, config, checkpoint)
+        family.sglang.checkpoint.check_overrides(overrides)
+        problems += [str(error) for error in checkpoint.misfits(means)]
+        notes += read_spelling(overrides, len(means)).notes if set(overrides) & {FREQ_KEY} else ()
+    except IndexCacheError as error:
+        text = str(error)
+        problems.append(text if text.startswith(FLAG) else f"{FLAG}: {text}")
+    found = Alone(
+        override=overrides,
+        model=checkpoint.model.name,
+        sglang=None if source is None else source.version,
+        means=None if means is None else means.roles,
+        readings=readings,
+        problems=(),
+        notes=tuple(notes),
+    )
+    return replace(found, problems=(*problems, *(() if means is None else found.other_than(means.roles))))
+
+
+def of_flag(model: str, text: str, unpacked: Path | None = None) -> Alone:
+    """Say what `--json-model-override-args` alone would run; see `alone`.
+
+    Raises:
+        IndexCacheError: if the model or the override can't be read, or the override says nothing of roles.
+    """
+    overrides = parse_overrides(text)
+    if not says_roles(overrides):
+        raise SpellingError(f"{FLAG} says nothing of roles; expected one of {', '.join(SHARING_KEYS)}, or a pattern")
+    return alone(model, overrides, unpacked)
+
+
+def contradictions(model: str, checkpoint: Checkpoint) -> list[str]:
+    """Return a line for each sharing key of a config.json that contradicts another: versions of SGLang take either.
+
+    Raises:
+        IndexCacheError: if the model can't be read.
+    """
+    config, _ = read_config(model)
+    if by_configuration(checkpoint.family.sglang) is None or not says_roles(config):
+        return []
+    found = read_spelling(config, checkpoint.model.num_layers).contradictions
+    return [f"config.json: {line}; without the launcher, versions of SGLang take one or the other" for line in found]
+
+
+def in_launch_line(
+    line: LaunchLine,
+    pattern: Pattern,
+    family: Family,
+    *,
+    file: PatternFile | None = None,
+    model: str | None = None,
+    unpacked: Path | None = None,
+    allow_config_mismatch: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Judge the override of a launch line beside a pattern.
+
+    Args:
+        line: the launch line; its `--model-path` is read if it is a folder and `model` is not given.
+        pattern: the pattern.
+        family: the family that the pattern is for, where no model is known.
+        file: the pattern's file, which says for which model it is.
+        model: folder or hub id; `None` if it is not known.
+        unpacked: an SGLang to read instead of the installed one.
+        allow_config_mismatch: whether the file may be made for another config.json.
+
+    Returns:
+        Problems, if it is not one that the launcher would add the pattern to, or makes another model than that of the
+        file; warnings, if it would run other layers alone, or nobody can say which model it makes.
+
+    Raises:
+        IndexCacheError: if the model can't be read.
+    """
+    text = line.json_model_override_args
+    if text is None:
+        return [], []
+    if model is None and isinstance(line.model_path, str) and Path(line.model_path).is_dir():
+        model = line.model_path
+    checkpoint = None if model is None else Checkpoint.read(model)
+    family = family if checkpoint is None else checkpoint.family
+    try:
+        overrides = parse_overrides(str(text))
+        family.sglang.to_overrides(overrides, pattern)
+        problems, warnings = _other_model(
+            overrides, pattern, file=file, model=model, allow_config_mismatch=allow_config_mismatch
+        )
+    except IndexCacheError as error:
+        return [str(error)], []
+    if not says_roles(overrides):
+        return problems, warnings
+    if model is not None:
+        found = list(alone(model, overrides, unpacked).other_than(pattern.roles))
+    else:
+        architectures = family.checkpoint.keys if file is None else [file.model.architecture]
+        config, configured = _bare_config(pattern, file), by_configuration(family.sglang)
+        found = []
+        for architecture in architectures:
+            readings = () if configured is None else configured.readings(architecture, config, overrides)
+            found += _alone_of(readings, overrides, unpacked).other_than(pattern.roles)
+    return problems, [*warnings, *(without_launcher(text) for text in found)]
+
+
+def _other_model(
+    overrides: Mapping[str, Any],
+    pattern: Pattern,
+    *,
+    file: PatternFile | None,
+    model: str | None,
+    allow_config_mismatch: bool,
+) -> tuple[list[str], list[str]]:
+    """Return problems if overrides make another model than that of the file, warnings if nobody can say that.
+
+    Raises:
+        IndexCacheError: if they make none, or one that only a config.json would tell.
+    """
+    if model is not None:
+        served = Checkpoint.read(model, overrides)
+        return [str(error) for error in served.misfits(pattern, file, allow_config_mismatch)], []
+    if file is None or allow_config_mismatch or not merged({}, overrides):
+        return [], []
+    if file.model.config is None:
+        return [], [f"{FLAG}: whether it makes another model than that of the file is not known; expected --model"]
+    config = _config_of(file.model.architecture, file.model.config)
+    file.model.check(describe(merged(config, overrides), f"{file.model.name} with {FLAG}"))
+    return [], []
+
+
+def _config_of(architecture: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json that a pattern file's `config` is of: what it says, with the defaults written out."""
+    found = {"architectures": [architecture], **family_of(architecture).checkpoint.keys[architecture].defaults}
+    for name, value in facts.items():
+        *outer, key = name.split(".")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[key] = value
+    return found
+
+
+def without_launcher(line: str) -> str:
+    """Say that a reading is of the override alone."""
+    return f"without the launcher, {line}"
+
+
+def as_text(found: Alone) -> str:
+    """Return a report for people: what the override means, a line for each reading, problems last."""
+    lines = [
+        f"override  {FLAG} '{json.dumps(found.override)}', without the launcher",
+        f"means     {found.means or 'no pattern'}",
+        f"model     {found.model}",
+        f"sglang    {found.sglang or 'not installed'}",
+        "",
+        *reading_lines(found.readings, found.means),
+        "",
+        *(f"note: {note}" for note in found.notes),
+        *([f"problem: {problem}" for problem in found.problems] or ["no problems"]),
+    ]
+    return "\n".join(lines)
+
+
+def reading_lines(readings: tuple[Reading, ...], means: str | None) -> list[str]:
+    """Return the line of each reading, with letters below it where they are not those that are meant, or all alike."""
+    lines = []
+    for item in readings:
+        lines.append(item.line)
+        if item.roles is not None and item.roles != means and len(set(item.roles)) > 1:
+            lines.append(f"  {item.roles}")
+    return lines
+
+
+def _meant(overrides: Mapping[str, Any], config: Mapping[str, Any], checkpoint: Checkpoint) -> Pattern:
+    """Return the one pattern that all sharing keys mean.
+
+    Raises:
+        SpellingError: if there is none.
+    """
+    if (overrides.get(CLI_KEY) or 1) != 1:
+        raise SpellingError(f"{CLI_KEY} is {overrides[CLI_KEY]}, which is LongCat's; expected none")
+    inherited = (_NEXTN_KEY, OFFSET_KEY) if FREQ_KEY in overrides else (_NEXTN_KEY,)
+    given = {**{key: config.get(key) for key in inherited}, **overrides}
+    layers = overrides.get("num_hidden_layers", checkpoint.model.num_layers)
+    if layers != checkpoint.model.num_layers:
+        raise SpellingError(
+            f"num_hidden_layers is {layers}, {checkpoint.model.name} has {checkpoint.model.num_layers}; expected a"
+            " config.json of that depth"
+        )
+    found = meanings(given, layers)
+    if not found:
+        raise SpellingError(f"{', '.join(key for key in SHARING_KEYS if key in overrides)} of null means no pattern")
+    (first, pattern), *others = found.items()
+    for key, other in others:
+        if other != pattern:
+            raise SpellingError(f"{first} means {pattern}, {key} {other}; expected one of them")
+    return pattern
+
+
+def _bare_config(pattern: Pattern, file: PatternFile | None) -> dict[str, Any]:
+    """Return what is known of a config.json where no model is named."""
+    locked = () if file is None else file.model.locked_layers
+    config: dict[str, Any] = {"num_hidden_layers": len(pattern)}
+    if locked:
+        kept = [layer for layer in range(len(pattern)) if layer not in locked]
+        config[TYPES_KEY] = indexer_types(Pattern.from_full_layers(len(pattern), kept))
+    return config
+
+
+def _alone_of(readings: tuple[Reading, ...], overrides: Mapping[str, Any], unpacked: Path | None) -> Alone:
+    source = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked)
+    version = None if source is None else source.version
+    return Alone(override=overrides, model="", sglang=version, means=None, readings=readings, problems=())
+
+
+def _asked(
+    adapter: DsaSglang, source: SglangSource, model: str, overrides: Mapping[str, Any], readings: tuple[Reading, ...]
+) -> tuple[Reading, ...]:
+    """Put what the installed SGLang says itself before what was read of its source, if that is anything else."""
+    version = source.version.partition("+")[0]
+    known = of_version(readings, version)
+    letters = next((len(item.roles) for item in readings if item.roles is not None), 1)
+    try:
+        roles = adapter.would_run(source, model, overrides, letters)
+        line = f"{named(SGLANG, (version,))} says itself that it runs {roles}"
+    except SglangError as error:
+        roles, line = None, str(error)
+    if known is not None and known.roles == roles:
+        return readings
+    own = Reading(engine=SGLANG, versions=(version,), roles=roles, key=None, source=None, ignored=(), line=line)
+    return (own, *readings)
+
+
+def _why_unknown(version: str) -> str:
+    if version.partition("+")[0] in READ_VERSIONS:
+        return "it does not have this model"
+    return f"not read yet; newest read is {READ_VERSIONS[-1]}"
+
+
+def _unread_everywhere(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Reading:
+    """Return what SGLang runs of models whose configuration has no roles."""
+    native, name = checkpoint.model.native, named(SGLANG, READ_VERSIONS)
+    given = tuple(key for key in (*SHARING_KEYS, CLI_KEY) if overrides.get(key) is not None)
+    architecture, rest = checkpoint.model.architecture, f"all {len(native)} layers stay {native.full_role}"
+    does = f" ignores {', '.join(given)} on {architecture} (it reads no such key there)" if given else ""
+    return Reading(
+        engine=SGLANG,
+        versions=READ_VERSIONS,
+        roles=native.roles,
+        key=None,
+        source=None,
+        ignored=given,
+        line=f"{name}{does}: {rest}",
+    )

@@ -1,0 +1,124 @@
+"""What only DSA has: F layers that select in blocks, ranks that share out rows, blocks that attend together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sglang_indexcache.families.base import SglangAdapter
+from sglang_indexcache.families.dsa import needs
+from sglang_indexcache.families.dsa.sglang import DsaSglang
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.probes import Feature
+
+_LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
+    *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
+    *("triton_sparse_mla", "triton", "tilelang"),
+)
+
+
+class BlocksAdapter(DsaSglang):
+    """An adapter of models whose F layers may select for blocks of prompt queries.
+
+    Attributes:
+        blocks: what SGLang must have for such layers.
+        refused_with_blocks: like `refused_flags`, for patterns with such layers.
+        sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts.
+        grouping: what SGLang must have so that the queries of a block attend together.
+    """
+
+    blocks: ClassVar[Feature] = needs.BLOCKS
+    sharding: ClassVar[Feature] = needs.SHARDING
+    grouping: ClassVar[Feature] = needs.GROUPING
+    refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("enable_prefill_cp", "attn_cp_size", "dcp_size", "enable_hisparse"),
+        "layers that select for blocks of queries were never tried with it",
+    )
+
+    def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
+        """See `SglangAdapter.needed`; one more if layers select in blocks."""
+        return (self.blocks,) if pattern.indexers else ()
+
+    def loaded(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.loaded`."""
+        if pattern.indexers:
+            from sglang_indexcache.families.dsa.blocks import patch_indexers
+
+            patch_indexers.install(self.modules(runner.model), pattern)
+
+    def share_rows(self, runner: Any, pattern: Pattern) -> None:
+        """Make the F layers of a `ModelRunner` select for this rank's part of the rows of prompts, after `loaded`.
+
+        It is called only where SGLang has `sharding`.
+
+        Raises:
+            ProofError: if that can't be done, or there is one rank.
+        """
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
+        from sglang_indexcache.families.dsa.blocks.shards import shards_of_this_rank
+
+        patch_indexers.share_rows(self.modules(runner.model), pattern, shards_of_this_rank())
+
+    def shared_rows(self, model: Any) -> Mapping[int, int]:
+        """Read from the loaded model over how many ranks each of its layers shares out rows; others are left out.
+
+        Raises:
+            ProofError: if an indexer does not show it.
+        """
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
+
+        return patch_indexers.shared_rows(self.modules(model))
+
+    def captured(self, runner: Any, pattern: Pattern) -> None:
+        """See `SglangAdapter.captured`; prompts must attend through a kernel that leaves out -1."""
+        if pattern.indexers:
+            kernel = getattr(_prefill_backend(runner), "dsa_prefill_impl", None)
+            if kernel not in _LEAVES_OUT:
+                raise ProofError(
+                    f"--dsa-prefill-backend {kernel} can't be combined with {pattern.indexers[0]}: it may read as many"
+                    f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
+                )
+
+    def group(self, runner: Any, pattern: Pattern) -> None:
+        """Attend from the queries of blocks together in a `ModelRunner`, where that can be done; after `captured`.
+
+        Raises:
+            ProofError: if what it would call is not what was read.
+        """
+        if pattern.indexers:
+            from sglang_indexcache.families.dsa.blocks import grouped
+
+            heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
+            grouped.place(_prefill_backend(runner), pattern, heads)
+
+    def grouped(self, runner: Any) -> tuple[int, ...]:
+        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
+
+        Raises:
+            ProofError: if something else has replaced a part of it.
+        """
+        from sglang_indexcache.families.dsa.blocks import grouped
+
+        found = grouped.placed(_prefill_backend(runner))
+        return () if found is None else tuple(sorted(found.selecting))
+
+    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+        """Read from the indexers of the loaded model which layers of this rank would select in blocks.
+
+        Raises:
+            ProofError: if an indexer does not show it.
+        """
+        from sglang_indexcache.families.dsa.blocks import patch_indexers
+
+        return tuple(patch_indexers.installed(self.modules(model)))
+
+
+def with_blocks(adapter: SglangAdapter) -> BlocksAdapter | None:
+    """Return an adapter if its models may have blocks, else `None`."""
+    return adapter if isinstance(adapter, BlocksAdapter) else None
+
+
+def _prefill_backend(runner: Any) -> Any:
+    return getattr(runner.attn_backend, "prefill_backend", runner.attn_backend)

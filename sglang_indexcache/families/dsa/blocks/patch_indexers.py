@@ -1,0 +1,109 @@
+"""Make the indexers of SGLang's DSA models select in blocks and share out rows, and read back which ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
+from sglang_indexcache.families.dsa.blocks.selection import BlockSelection
+from sglang_indexcache.families.dsa.blocks.shards import Shards
+from sglang_indexcache.families.dsa.needs import DECODING, PREFILL
+from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import SHARD_FLAG
+from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.attention import unobserved
+
+Modules = Iterable[tuple[int, Any]]
+
+
+def install(modules: Modules, pattern: Pattern) -> None:
+    """Make the indexers of attention modules do what `pattern` says; layers that are elsewhere are left out.
+
+    Raises:
+        ProofError: if a layer's indexer is of another kind, or selects fewer tokens than a block has.
+    """
+    indexers = {layer: getattr(module, "indexer", None) for layer, module in modules}
+    for item in pattern.indexers:
+        if item.layer not in indexers:
+            continue
+        indexer: Any = indexers[item.layer]
+        _check_patchable(item.layer, indexer, "select in blocks")
+        if item.queries > indexer.index_topk:
+            raise ProofError(
+                f"letter {item.layer} selects for {item.queries} queries at a time, expected at most index_topk"
+                f" ({indexer.index_topk})"
+            )
+        setattr(indexer, PREFILL, BlockSelection(indexer, item.queries))
+
+
+def share_rows(modules: Modules, pattern: Pattern, shards: Shards) -> None:
+    """Make the indexers of F layers select for this rank's part of the rows, those that select in blocks included.
+
+    Raises:
+        ProofError: if a layer's indexer is of another kind, or there is one rank.
+    """
+    if shards.ranks == 1:
+        raise ProofError(f"{SHARD_FLAG} shares out rows over the ranks of attention, and there is one")
+    for layer, module in modules:
+        if pattern[layer] != FULL:
+            continue
+        indexer = getattr(module, "indexer", None)
+        placed = {} if indexer is None else vars(indexer)
+        if isinstance(placed.get(PREFILL), PrefillSelection):
+            placed[PREFILL].shards = shards
+        else:
+            _check_patchable(layer, indexer, "share out rows")
+            setattr(indexer, PREFILL, PrefillSelection(indexer, shards))
+
+
+def _check_patchable(layer: int, indexer: Any, doing: str) -> None:
+    """Check that the indexer of a layer is of the kind that our selections were made for."""
+    from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
+
+    if indexer is None:
+        raise ProofError(f"letter {layer} should {doing}, but the loaded model has no indexer there")
+    if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
+        raise ProofError(f"letter {layer} should {doing}, which was never tried on such a device; expected CUDA")
+    for method in (PREFILL, DECODING):
+        if getattr(type(indexer), method, None) is not getattr(SglangIndexer, method):
+            raise ProofError(f"letter {layer}: {type(indexer).__name__} selects in a way of its own")
+    if indexer.num_init_tokens or indexer.num_local_tokens:
+        raise ProofError(f"letter {layer} always selects the first or last tokens, so it can't {doing}")
+
+
+def installed(modules: Modules) -> Iterator[IndexerSetting]:
+    """Yield the layers whose indexers select in blocks, read from the attention modules.
+
+    Raises:
+        ProofError: if something else replaced the indexers' methods.
+    """
+    for layer, placed in _placed(modules):
+        if isinstance(placed, BlockSelection):
+            yield IndexerSetting(layer=layer, queries=placed.queries)
+
+
+def shared_rows(modules: Modules) -> dict[int, int]:
+    """Return over how many ranks each layer shares out rows, read from the attention modules; others are left out.
+
+    Raises:
+        ProofError: if something else replaced the indexers' methods.
+    """
+    return {layer: placed.shards.ranks for layer, placed in _placed(modules) if placed.shards.ranks > 1}
+
+
+def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:
+    for layer, module in modules:
+        indexer = getattr(module, "indexer", None)
+        own = {} if indexer is None else vars(indexer)
+        found = {name: unobserved(own.get(name)) for name in (PREFILL, DECODING)}
+        patches = {name: patch for name, patch in found.items() if patch is not None}
+        selection = patches.get(PREFILL)
+        if isinstance(selection, PrefillSelection) and len(patches) == 1:
+            yield layer, selection
+        elif patches:
+            names = ", ".join(type(patch).__name__ for patch in patches.values())
+            raise ProofError(f"letter {layer} selects by {names}, expected SGLang's own methods")

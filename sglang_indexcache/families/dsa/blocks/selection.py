@@ -1,0 +1,238 @@
+"""F layers of SGLang's DSA models that select for blocks of neighbouring prompt queries.
+
+`Indexer._get_topk_ragged` selects for all queries of a prefill; decoding goes through another method. A
+`BlockSelection` replaces it on the indexers of layers that select in blocks, and on no others. It hands SGLang's method
+two kinds of rows in one call: a *leader* for each block, and queries that select for themselves.
+`indexcache_search.hf.indexers` says what a block is, and what its queries attend to. Here all queries of a block are in
+the forward pass. The last `EXACT_ROWS` queries of each request in it select for themselves: nobody can know whether a
+chunk is a prompt's last.
+
+Read: dsa_indexer.py, dsa_indexer_metadata.py, dsa_topk_backend.py and dsa_prefill_cuda_graph.py in
+sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
+from sglang_indexcache.families.dsa.blocks.index_space import index_space
+from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, Rows
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Part, Shards
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
+
+_PLANS = "_indexcache_blocks"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of one request, one behind the other.
+
+    Attributes:
+        row: the row of their first query in the pass.
+        begin: its position in the request.
+        request: number of the request.
+        count: number of blocks.
+    """
+
+    row: int
+    begin: int
+    request: int
+    count: int
+
+
+def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, topk: int) -> list[Run]:
+    """Find the blocks whose queries share a selection: whole ones, not at a request's end, with something to select.
+
+    Args:
+        prefixes: tokens of each request that were computed before.
+        lengths: tokens of each request in this forward pass.
+        queries: number of queries of a block.
+        topk: tokens of a selection; up to there everything is selected.
+    """
+    found: list[Run] = []
+    row = 0
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        choice = (topk // queries) * queries  # the block of the first query that selects
+        first = max(-(-prefix // queries) * queries, choice)
+        count = (prefix + length - EXACT_ROWS - first) // queries
+        if count > 0:
+            found.append(Run(row + first - prefix, first, request, count))
+        row += length
+    return found
+
+
+@dataclass(eq=False)
+class BlockPlan:
+    """Rows that select in a forward pass: blocks of Q queries, and queries that select for themselves.
+
+    All layers of the pass that select in such blocks have one plan.
+
+    Args:
+        columns: `[4, R]`, int32: the first query of each row, its number of queries (Q or 1), the position of the first
+            query of a block (0 for others), and the number of the request.
+
+    Attributes:
+        layers: the layers that have selected with this plan.
+    """
+
+    columns: Tensor
+    first: Tensor = field(init=False)
+    sizes: Tensor = field(init=False)
+    begins: Tensor = field(init=False)
+    requests: Tensor = field(init=False)
+    layers: set[int] = field(default_factory=set)
+    _rows: _BlockRows | None = None
+    _space: IndexSpace | None = None
+    _own: BlockPlan | None = None
+
+    def __post_init__(self) -> None:
+        self.first, self.sizes, self.begins, self.requests = self.columns
+
+    def rows(self, metadata: Any) -> _BlockRows:
+        """Return the metadata of these rows; the first layer of the pass makes its tensors."""
+        if self._rows is None:
+            self._rows = _BlockRows(metadata, self.first.long(), self.requests)
+            self._rows.select_in(self)
+        return self._rows.over(metadata)
+
+    def space(self, metadata: Any) -> IndexSpace:
+        """Return how positions of these rows become indices, for all layers of the pass."""
+        if self._space is None:
+            self._space = index_space(metadata, self.first.long(), self.requests)
+        return self._space
+
+    def own(self, part: Part) -> BlockPlan:
+        """Return the plan of one rank's part of these rows, for all layers of the pass."""
+        if self._own is None:
+            self._own = BlockPlan(self.columns[:, part.own])
+        return self._own
+
+
+@dataclass(eq=False)
+class WholePlan(BlockPlan):
+    """The plan of all rows of a pass: B blocks, then the E queries that select for themselves.
+
+    Attributes:
+        queries: number of queries of a block, Q.
+        blocks: number of blocks, B.
+        count: number of queries of the pass.
+        begin: the first query of the first block, if all blocks are contiguous; else `None`.
+    """
+
+    queries: int = 0
+    blocks: int = 0
+    count: int = 0
+    begin: int | None = None
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], lengths: Sequence[int], queries: int, device: torch.device) -> WholePlan:
+        """Lay out blocks, see `blocks_of`, and the other queries of requests with these lengths, in one copy."""
+        blocks, count = sum(run.count for run in runs), sum(lengths)
+        columns = torch.zeros(4, blocks + count - blocks * queries, dtype=torch.int32, pin_memory=device.type == "cuda")
+        first, sizes, begins, requests = columns
+        sizes[:blocks], sizes[blocks:] = queries, 1
+        at, alone, of_request = 0, blocks, {run.request: run for run in runs}
+        end = 0  # of the requests so far
+        for request, length in enumerate(lengths):
+            begin, end = end, end + length
+            run = of_request.get(request, Run(end, 0, request, 0))
+            after = at + run.count
+            torch.arange(run.row, run.row + run.count * queries, queries, out=first[at:after])
+            torch.arange(run.begin, run.begin + run.count * queries, queries, out=begins[at:after])
+            requests[at:after] = request
+            at, last = after, alone
+            for start, stop in ((begin, run.row), (run.row + run.count * queries, end)):
+                torch.arange(start, stop, out=first[alone : alone + stop - start])
+                alone += stop - start
+            requests[last:alone] = request
+        together = runs[0].row if len(runs) == 1 else None
+        on_device = columns.to(device, non_blocking=True)
+        return cls(on_device, queries=queries, blocks=blocks, count=count, begin=together)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The queries that select for themselves, `[E]`."""
+        return self.first[self.blocks :].long()
+
+    @cached_property
+    def members(self) -> Tensor:
+        """The queries of the blocks, block by block, `[B x Q]`."""
+        within = torch.arange(self.queries, device=self.first.device)
+        return (self.first[: self.blocks, None] + within).flatten()
+
+
+class BlockSelection(PrefillSelection):
+    """A layer that selects for the queries of a prompt in blocks.
+
+    Args:
+        indexer: SGLang's.
+        queries: number of queries of a block.
+        shards: this rank's part of the blocks, and of the rows that select for themselves.
+    """
+
+    def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE) -> None:
+        super().__init__(indexer, shards)
+        self.queries = queries
+
+    def _select(self, prefill: Prefill) -> Tensor:
+        plan = self._plan(prefill)
+        if plan is None:
+            return super()._select(prefill)
+        shared_out = self.shards.pays(len(plan.first), prefill.keys)
+        part = self.shards.part(len(plan.first), plan.first.device, prefill.kept) if shared_out else None
+        own = plan if part is None else plan.own(part)
+        queries, gates = prefill.queries.contiguous(), prefill.gates.contiguous()
+        chosen = prefill.select(*mean_queries(queries, gates, own.first, own.sizes), own.rows(prefill.metadata))
+        if part is not None:
+            chosen = self.shards.exchange(chosen, part)
+        result = prefill.result(self.indexer.index_topk)
+        expand_blocks(chosen, plan.first, plan.sizes, plan.begins, plan.space(prefill.metadata), result)
+        plan.layers.add(prefill.layer)
+        return result
+
+    def _plan(self, prefill: Prefill) -> WholePlan | None:
+        """Return where the rows of a forward pass are, computed once for all layers; `None` without blocks."""
+        key = (self.queries, self.indexer.index_topk)
+        plans: dict[tuple[int, int], WholePlan | None] = prefill.kept.setdefault(_PLANS, {})
+        if key not in plans:
+            blocks = blocks_of(prefill.prefixes, prefill.lengths, *key)
+            plans[key] = WholePlan.of(blocks, prefill.lengths, self.queries, prefill.queries.device) if blocks else None
+        return plans[key]
+
+
+def plan_for(forward_batch: Any, layer: int) -> WholePlan | None:
+    """Return the plan that a layer has selected with in a forward pass; `None` if it did not select in blocks."""
+    plans: dict[tuple[int, int], WholePlan | None] = vars(forward_batch).get(_PLANS, {})
+    return next((plan for plan in plans.values() if plan is not None and layer in plan.layers), None)
+
+
+class _BlockRows(Rows):
+    """The metadata of a plan's rows: blocks select from the tokens before them, and all get positions.
+
+    The Q keys of a block with the lowest scores come last.
+    """
+
+    given_up: Tensor
+    _done = 0
+
+    def select_in(self, plan: BlockPlan) -> None:
+        """Let blocks select from the tokens before them."""
+        in_blocks = plan.sizes > 1
+        self.lengths = torch.where(in_blocks, plan.begins, self.lengths)
+        self.ends = torch.where(in_blocks, self.starts + plan.begins, self.ends)
+        self.given_up = torch.where(in_blocks, plan.sizes, 0)
+
+    def topk_transform(self, logits: Tensor, topk: int, **given: Any) -> Tensor:
+        """Select positions; SGLang hands over all rows, or a few at a time, in their order."""
+        lengths, starts = given.get("ke_offset"), given["ks"]
+        lengths = self.lengths if lengths is None else lengths
+        chosen: Tensor = self.metadata.topk_backend.topk_func(logits, lengths, topk, row_starts=starts)
+        begin, self._done = self._done, self._done + len(logits)
+        return lowest_last(logits, chosen, starts, self.given_up[begin : self._done])

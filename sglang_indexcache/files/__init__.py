@@ -1,1 +1,0 @@
-"""Files of this project and how they are read: pattern files, strict YAML, digests, atomic writes."""

@@ -1,0 +1,200 @@
+"""Extensions that are broken, greedy or of another version are one line, and never silently absent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from indexcache_search import strategies as search_strategies
+from indexcache_search.cli import extra
+from indexcache_search.errors import SearchError
+from indexcache_search.results import words
+from indexcache_search.strategies.base import Strategy
+from sglang_indexcache import Pattern, PatternFile, families
+from sglang_indexcache.families.base import Family
+from sglang_indexcache.io.errors import PatternError, PatternFileError
+from sglang_indexcache.io.extensions import ExtensionError, extensions
+from sglang_indexcache.pattern import selection
+from sglang_indexcache.pattern.selection import PatternSelection, selection_type
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from tests.conftest import PAGES, tiny_config
+
+Install = Callable[..., None]
+CODE = """
+from dataclasses import replace
+from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.families.hy_v4 import HY_V4
+from indexcache_search.strategies.base import Strategy
+from indexcache_search.strategies.greedy import Greedy
+SAME_NAME = HY_V4
+SAME_ARCHITECTURE = replace(DSA, name="mine")
+OTHER = object()
+class Greedier(Greedy): pass
+class Older(Strategy):
+    name = "older"
+    summary = "of a version in which strategies had another method"
+    def search(self, problem): pass
+class Nameless(Strategy):
+    def find(self, problem): pass
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs a distribution that has one extension."""
+    caches = (extensions, families.known_families, families._by_architecture, search_strategies.strategies)
+
+    def forget() -> None:
+        for item in caches:
+            item.cache_clear()
+
+    def install(group: str, name: str, value: str, code: str = CODE, distribution: str = "adversary") -> None:
+        folder = tmp_path / distribution
+        information = folder / f"{distribution}-1.0.dist-info"
+        information.mkdir(parents=True)
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (information / "entry_points.txt").write_text(f"[indexcache.{group}]\n{name} = {value}\n")
+        (folder / f"{distribution}_code.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(__import__("sys").modules, f"{distribution}_code", raising=False)
+        forget()
+
+    yield install
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "why"),
+    [
+        ("adversary_code:X", "raise RuntimeError('one\\ntwo')", "RuntimeError: one two"),
+        ("adversary_code:X", "X = (", "SyntaxError: "),
+        ("adversary_code:X", "", "AttributeError: module 'adversary_code' has no attribute 'X'"),
+        ("adversary_nowhere:X", "", "ModuleNotFoundError: No module named 'adversary_nowhere'"),
+        ("adversary_code:X", "from sglang_indexcache.families.base import Family\nX = Family('a')", "TypeError: "),
+    ],
+)
+def test_a_broken_extension_is_one_line_for_every_model(install: Install, value: str, code: str, why: str) -> None:
+    install("families", "broken", value, code)
+    line = f"extension broken = {value} of indexcache.families (adversary 1.0): can't be loaded: {why}"
+    for _ in range(2):  # nor is it forgotten
+        with pytest.raises(ExtensionError, match=re.escape(line)) as caught:
+            families.describe(tiny_config(), "a model with indexers")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("SAME_NAME", "HYV4ForCausalLM is of the family hy_v4, expected another name"),
+        ("SAME_ARCHITECTURE", "DeepseekV32ForCausalLM is of the family dsa, expected another name"),
+        ("OTHER", "is object, expected Family of this version"),
+        ("Greedier", "is Greedier, expected Family of this version"),
+    ],
+)
+def test_what_another_family_has_is_not_to_be_had(install: Install, value: str, why: str) -> None:
+    install("families", "mine", f"adversary_code:{value}")
+    with pytest.raises(ExtensionError, match=f"^extension mine .*of indexcache.families.*: {why}"):
+        families.known_families()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("older", "Older", "lacks find, expected Strategy of this version"),
+        ("greedy", "Greedier", "its name is greedy, expected another name"),
+        ("greedier", "Greedier", "its name is greedy, expected another name"),
+        ("nameless", "Nameless", "its name is None, expected nameless"),
+        ("object", "OTHER", "is object, expected Strategy of this version"),
+    ],
+)
+def test_strategies_of_other_shapes_and_names(install: Install, name: str, value: str, why: str) -> None:
+    install("strategies", name, f"adversary_code:{value}")
+    with pytest.raises(ExtensionError, match=f"^extension {name} .*{why}"):
+        search_strategies.strategies()
+
+
+def test_one_name_twice(install: Install) -> None:
+    install("strategies", "shift", "other_code:Greedier", distribution="other")
+    with pytest.raises(ExtensionError, match=r"of indexcache.strategies .*: the name shift is taken twice"):
+        extensions("strategies", Strategy)
+
+
+def test_a_strategy_of_an_extension_is_one_of_ours(install: Install) -> None:
+    code = "from indexcache_search.strategies.greedy import Greedy\nclass Mine(Greedy): name = 'mine'\n"
+    install("strategies", "mine", "adversary_code:Mine", code)
+    assert type(search_strategies.strategy_of("mine")).__name__ == "Mine"
+    assert next(iter(search_strategies.strategies())) == search_strategies.DEFAULT_STRATEGY
+
+
+def test_two_types_of_selections(install: Install) -> None:
+    code = "from indexcache_dense.selection import Selection\nclass Other(Selection): pass\n"
+    install("selections", "other", "adversary_code:Other", code)
+    with pytest.raises(ExtensionError, match=r"other, pages of indexcache.selections: expected one alone"):
+        selection_type()
+
+
+def nothing(group: str, kind: type) -> dict[str, Any]:
+    return {}
+
+
+def test_without_an_extension_a_selection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, dense = PatternFile.loads(text(None)), text(PAGES)
+    assert PatternFile.loads(dense).selection == PAGES
+    with monkeypatch.context() as without:
+        without.setattr(selection, "extensions", nothing)
+        PatternFile.model_rebuild(force=True)
+        line = "selection needs an extension that is not installed, expected a pattern of F and S alone"
+        assert PatternFile.loads(text(None)) == file
+        with pytest.raises(PatternFileError, match=f"^p.yaml: selection: a {line}$"):
+            PatternFile.loads(dense, "p.yaml")
+        with pytest.raises(PatternError, match=line):
+            Pattern.from_key(Pattern("DSS", PAGES).key)
+        with pytest.raises(PatternError, match=line):
+            PatternSpec.read("DSS", assume=True)
+    PatternFile.model_rebuild(force=True)
+    assert PatternFile.loads(dense).selection == PAGES
+
+
+def text(chosen: PatternSelection | None) -> str:
+    return PatternFile.model_validate(
+        {
+            "schema": "indexcache/v1",
+            "model": {"architecture": "A", "num_layers": 3, "config_sha256": "0" * 64, "name": "a"},
+            "selection": chosen,
+            "pattern": "FSS" if chosen is None else "DSS",
+            "retention": 1 / 3,
+        }
+    ).dumps()
+
+
+def test_without_an_extension_its_options_and_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extra, "extensions", nothing)
+    monkeypatch.setattr(words, "extensions", nothing)
+    app, seen = typer.Typer(), list[Any]()
+    kind = extra.extra_option("bytes")
+
+    def command(bytes: Any = None) -> None:
+        seen.append(bytes)
+
+    command.__annotations__["bytes"] = kind
+    app.command()(command)
+    from typer.testing import CliRunner
+
+    assert CliRunner().invoke(app, []).exit_code == 0 and seen == [None]
+    refused = CliRunner().invoke(app, ["--bytes", "0.3"])
+    assert refused.exit_code == 2 and "needs an extension that is not installed" in refused.output
+    assert extra.example_of("bytes") == ""
+    assert words.words_of(dense=False) is words.INDEXERS
+    with pytest.raises(SearchError, match="need an extension"):
+        words.words_of(dense=True)
+
+
+def test_all_of_ours_are_found() -> None:
+    assert set(extensions("families", Family)) == {"dense_gqa"}
+    assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
+    assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}
