@@ -24,10 +24,11 @@ def outside() -> dict[str, str]:
     """Pages and files of the repository that the site shows, by their path on the site."""
     pages = {"contributing.md": "CONTRIBUTING.md"}
     pages["demo-model.md"] = "search/indexcache_search/demo/indexcache-demo/README.md"
+    for path in sorted(ROOT.glob("extras/*/README.md")):
+        pages[f"extras/{path.parent.name}.md"] = path.relative_to(ROOT).as_posix()
     extras = ROOT.glob("extras/*/indexcache_*/kernels/*/README.md")
     for path in sorted([*ROOT.glob("kernels/indexcache_kernels/*/README.md"), *extras]):
         pages[f"kernels/{path.parent.name}.md"] = path.relative_to(ROOT).as_posix()
-    pages["lab-code.md"] = "extras/lab/README.md"
     for path in sorted([*ROOT.glob("kernels/results/*.json"), *ROOT.glob("examples/*.py")]):
         source = path.relative_to(ROOT).as_posix()
         pages[source] = source
