@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -49,6 +50,10 @@ NEWEST = (  # files that run with the newest of every dependency, too: engine, k
     "test_search",
 )
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
+
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in a shell's background; commands under test would inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collectstart() -> None:
