@@ -52,7 +52,9 @@ NEWEST = (  # files that run with the newest of every dependency, too: engine, k
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
 
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in a shell's background; commands under test would inherit
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # a run in a shell's background; commands under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
