@@ -152,12 +152,13 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)
 def test_threads_that_launch_engines_at_once(tmp_path: Path) -> None:
     """Each engine is launched behind the other, and runs its own pattern."""
     model = random_models.build("glm-dense", tmp_path / "glm")
     (tmp_path / "program.py").write_text(THREADS)
     words = [str(tmp_path / "program.py"), str(model), json.dumps(ARGUMENTS), FIRST.letters, SECOND.letters]
-    result = subprocess.run([sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=600)
+    result = subprocess.run([sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=1800)
     lines = [line.removeprefix("SAY ") for line in result.stdout.splitlines() if line.startswith("SAY ")]
     said = {item["name"]: item["state"] for item in map(json.loads, lines)}
     assert [said[number]["fingerprint"] for number in (0, 1)] == [FIRST.fingerprint, SECOND.fingerprint], result.stderr
