@@ -182,10 +182,10 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         effective = effective_roles(adapter, runner.model)
         selection = adapter.selection(runner.model)
         if blocks is not None:
-            indexers, shared = blocks.indexers(runner.model), blocks.shared_rows(runner.model)
+            indexers, shared = blocks.read_back(runner.model)
         problem = mismatch(plan.pattern, effective, adapter.begins_every_stage)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
-        sharing = {site for site, found in effective.items() if plan.shard and found.role == FULL}
+        sharing = {site for site, found in effective.items() if plan.asked.shard and found.role == FULL}
         if problem is None and set(shared) != sharing:
             site = min(set(shared) ^ sharing)
             problem = f"letter {site} would {'' if site in shared else 'not '}share out the rows of prompts"
