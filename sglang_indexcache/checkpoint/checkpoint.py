@@ -13,7 +13,7 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.io.atomic import read_json_object, reason
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
-from sglang_indexcache.io.other_kinds import is_pointer, other_kind
+from sglang_indexcache.io.faults import is_pointer, other_kind
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
