@@ -83,7 +83,7 @@ def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan.require(probes.RAY, "RayEngine")
     plan.check(server_args)
     if installed_source(probes.REQUIRED).refusal(probes.WARMED) is None:
-        warm_up.hook(engines.plan_of)
+        warm_up.hook()
     unknown = never_run(plan.sglang.version)
     if unknown is not None:
         logger.warning("indexcache: %s", unknown)
