@@ -129,17 +129,16 @@ def _serving_hooks() -> Hooks:
     source, hooks = installed_source(probes.REQUIRED), Hooks()
     hooks.add("BEFORE", probes.MODEL_CONFIG, _hand_over)
     hooks.add("AFTER", probes.NEW_MODEL, _new_model)
-    for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
-        if source.missing(need) is None:
-            hooks.add("AFTER", need, _prover(need))
-    if source.missing(probes.LOAD_GRAPHS) is None:
-        hooks.add("AFTER", probes.LOAD_GRAPHS, _captured)
+    hooks.add("AFTER", probes.LOAD_MODEL, _prover(probes.LOAD_MODEL))
     hooks.add("AFTER", probes.READY, scheduler_ready)
-    if source.missing(probes.KILL) is None:
-        hooks.add("AROUND", probes.KILL, ready.kill)
-    for need in probes.UPDATES:
+    for kind, need, function in (
+        ("AFTER", probes.LOAD_BACKENDS, _prover(probes.LOAD_BACKENDS)),
+        ("AFTER", probes.LOAD_GRAPHS, _captured),
+        ("AROUND", probes.KILL, ready.kill),
+        *(("AROUND", need, updates.around(need.name.rpartition(".")[2])) for need in probes.UPDATES),
+    ):
         if source.missing(need) is None:
-            hooks.add("AROUND", need, updates.around(need.name.rpartition(".")[2]))
+            hooks.add(kind, need, function)
     for feature, kind, need, function in (
         (probes.STATUS, "AFTER", probes.STATE, status),
         (probes.CACHE_KEYS, "AFTER", probes.STORAGE, _cache_keys),
