@@ -177,7 +177,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     try:
         if new:
             adapter.loaded(runner, plan.pattern)
-            if plan.shard and blocks is not None:
+            if plan.asked.shard and blocks is not None:
                 blocks.share_rows(runner, plan.pattern)
         effective = effective_roles(adapter, runner.model)
         selection = adapter.selection(runner.model)
@@ -201,7 +201,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         roles=roles,
         indexers=indexers,
         shared_rows=shared,
-        shard=plan.shard,
+        shard=plan.asked.shard,
     )
 
 
@@ -249,7 +249,7 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     try:
         plan.family.sglang.captured(runner, plan.pattern)
         if blocks is not None:
-            if plan.group:
+            if not plan.asked.ungrouped:
                 blocks.group(runner, plan.pattern)
             grouped = blocks.grouped(runner)
     except Exception as error:

@@ -215,6 +215,11 @@ class SglangSource:
         metadata = sorted(root.parent.glob("sglang-*.dist-info"))
         return cls(root, metadata[0].name.removeprefix("sglang-").removesuffix(".dist-info") if metadata else "unknown")
 
+    @classmethod
+    def at_hand(cls, unpacked: Path | None) -> SglangSource | None:
+        """Return an unpacked SGLang, see `at`, or without one the installed one, if there is one."""
+        return cls.installed() if unpacked is None else cls.at(unpacked)
+
     def missing(self, need: Need) -> str | None:
         """Return one line if this SGLang lacks `need`, or `None`."""
         tree = self.tree(need.module)
