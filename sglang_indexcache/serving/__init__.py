@@ -131,12 +131,13 @@ def _serving_hooks() -> Hooks:
     hooks.add("AFTER", probes.NEW_MODEL, _new_model)
     hooks.add("AFTER", probes.LOAD_MODEL, _prover(probes.LOAD_MODEL))
     hooks.add("AFTER", probes.READY, scheduler_ready)
-    for kind, need, function in (
+    optional: list[tuple[str, probes.Need, Callable[..., Any]]] = [
         ("AFTER", probes.LOAD_BACKENDS, _prover(probes.LOAD_BACKENDS)),
         ("AFTER", probes.LOAD_GRAPHS, _captured),
         ("AROUND", probes.KILL, ready.kill),
         *(("AROUND", need, updates.around(need.name.rpartition(".")[2])) for need in probes.UPDATES),
-    ):
+    ]
+    for kind, need, function in optional:
         if source.missing(need) is None:
             hooks.add(kind, need, function)
     for feature, kind, need, function in (
