@@ -24,7 +24,7 @@ from torch import Tensor
 from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
 from sglang_indexcache.families.dsa.blocks.index_space import index_space
 from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, Rows
-from sglang_indexcache.families.dsa.blocks.shards import Part
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Part, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -174,10 +174,11 @@ class BlockSelection(PrefillSelection):
     Args:
         indexer: SGLang's.
         queries: number of queries of a block.
+        shards: this rank's part of the blocks, and of the rows that select for themselves.
     """
 
-    def __init__(self, indexer: Any, queries: int) -> None:
-        super().__init__(indexer)
+    def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE) -> None:
+        super().__init__(indexer, shards)
         self.queries = queries
 
     def _select(self, prefill: Prefill) -> Tensor:
