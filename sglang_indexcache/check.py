@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
@@ -23,17 +23,10 @@ from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.errors import IndexCacheError, PatternError
-from sglang_indexcache.io.refusal import (
-    ALLOW_MISMATCH_VARIABLE,
-    CALIBRATE_VARIABLE,
-    GROUPING_VARIABLE,
-    PATTERN_VARIABLE,
-    SHARD_VARIABLE,
-    UNREAD_VARIABLE,
-)
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file import known
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec, spells_letters
@@ -157,27 +150,31 @@ def _joined(words: Sequence[str]) -> list[str]:
     return found
 
 
+def _write(options: argparse.Namespace, content: Any, text: str) -> None:
+    sys.stdout.write((json.dumps(content, indent=1) if options.json else text) + "\n")
+
+
 def _environment(options: argparse.Namespace) -> int:
-    source = SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+    source = SglangSource.at_hand(options.sglang)
     if source is None:
         raise SglangError(
             "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang FOLDER"
         )
     environment = Environment.of(source)
-    sys.stdout.write((json.dumps(asdict(environment), indent=1) if options.json else environment.as_text()) + "\n")
+    _write(options, asdict(environment), environment.as_text())
     return 0 if environment.can_serve else 1
 
 
 def _known(options: argparse.Namespace) -> int:
     found = known.known_patterns()
     listed = [{"path": str(item.path), **item.file.model_dump(mode="json", by_alias=True)} for item in found]
-    sys.stdout.write((json.dumps(listed, indent=1) if options.json else known.as_text(found)) + "\n")
+    _write(options, listed, known.as_text(found))
     return 0
 
 
 def _override(options: argparse.Namespace) -> int:
     found = override_alone.of_flag(options.model, options.json_model_override_args, options.sglang)
-    sys.stdout.write((json.dumps(asdict(found), indent=1) if options.json else override_alone.as_text(found)) + "\n")
+    _write(options, asdict(found), override_alone.as_text(found))
     return 1 if found.problems else 0
 
 
@@ -193,30 +190,29 @@ def _pattern(options: argparse.Namespace) -> int:
         text.append(folder.as_text(result["problems"]))
     if against and not result["problems"]:  # what was changed is not read on
         _check_against(options, PatternSpec.read(options.pattern if folder is None else folder.pattern), result, text)
-    sys.stdout.write((json.dumps(result, indent=1) if options.json else "\n\n".join(text)) + "\n")
+    _write(options, result, "\n\n".join(text))
     return 1 if result["problems"] else 0
 
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
-    more = options.server_args is not None or bool(options.server)
+    launch = None if options.server_args is None else _Launch.of(options)
+    more = launch is not None or bool(options.server)
+    checkpoint = None
     if options.model is not None:
-        line, allow = None, options.allow_config_mismatch
-        if options.server_args is not None:
-            variables, ours, readings = _launch_line(options)
-            line, allow = readings.lines[-1], allow or _allows(variables, ours)
+        overrides = _overrides(options, launch)
+        checkpoint = Checkpoint.read(options.model)
         report = check(
             spec,
-            options.model,
-            user_overrides=_overrides(options, line),
-            allow_config_mismatch=allow,
+            checkpoint,
+            user_overrides=overrides,
+            allow_config_mismatch=options.allow_config_mismatch or (launch is not None and launch.asked.allow_mismatch),
             unpacked=options.sglang,
-            arguments=line,
+            arguments=None if launch is None else launch.line,
         )
         pattern = Pattern.parse(report.pattern, report.selection)
         result |= asdict(report) | {"problems": list(report.problems)}
-        family, plain = Checkpoint.read(options.model).family, Asked()
-        lines = [] if options.server_args is not None else _unread(options, pattern, family, plain, {})
+        lines = _unread(options, pattern, checkpoint.family, Asked(), LaunchLine()) if launch is None else []
         result["problems"] += lines
         text.append(as_text(report, last=not (more or lines)))
         text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
@@ -228,22 +224,38 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
         result |= {"source": spec.text, "warnings": doubts, "notes": notes}
         pinned = [f"source    {spec.text}"] if spec.text != options.pattern else []
         text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
-    if options.server_args is not None:
-        _check_launch(options, spec, pattern, result, text)
+    if launch is not None:
+        _check_launch(options, launch, spec, pattern, checkpoint=checkpoint, result=result, text=text)
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
-    if options.model is not None and more and not result["problems"]:
+    if checkpoint is not None and more and not result["problems"]:
         text.append("no problems")
 
 
-def _source(options: argparse.Namespace) -> SglangSource | None:
-    return SglangSource.installed() if options.sglang is None else SglangSource.at(options.sglang)
+@dataclass(frozen=True)
+class _Launch:
+    """A launch line: what it asks of us, the variables in front of it, and how SGLang reads its other words."""
+
+    asked: Asked
+    variables: Mapping[str, str]
+    readings: Readings
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> _Launch:
+        variables, words = split_text(options.server_args)
+        ours, rest = split_arguments(words)
+        return cls(ours.beside(variables), variables, Readings.of(rest, SglangSource.at_hand(options.sglang)))
+
+    @property
+    def line(self) -> LaunchLine:
+        """The flags as the newest SGLang reads them."""
+        return self.readings.lines[-1]
 
 
-def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
+def _overrides(options: argparse.Namespace, launch: _Launch | None) -> str:
     """Return the overrides that the server is started with: those of the check's own flag, or of the launch line."""
     own: str = options.json_model_override_args
-    text = None if line is None else line.json_model_override_args
+    text = None if launch is None else launch.line.json_model_override_args
     if text is None:
         return own
     if own != "{}" and parse_overrides(own) != parse_overrides(str(text)):
@@ -251,48 +263,37 @@ def _overrides(options: argparse.Namespace, line: LaunchLine | None) -> str:
     return str(text)
 
 
-def _allows(variables: Mapping[str, str], ours: Asked) -> bool:
-    """Return whether a launch line accepts a file that was made for another config.json."""
-    return ours.allow_mismatch or variables.get(ALLOW_MISMATCH_VARIABLE) == "1"
-
-
-def _launch_line(options: argparse.Namespace) -> tuple[dict[str, str], Asked, Readings]:
-    """Return the variables in front of a launch line, our flags, and how SGLang reads the others."""
-    variables, words = split_text(options.server_args)
-    ours, rest = split_arguments(words)
-    return variables, ours, Readings.of(rest, _source(options))
-
-
 def _check_launch(
-    options: argparse.Namespace, spec: PatternSpec, pattern: Pattern, result: dict[str, Any], text: list[str]
+    options: argparse.Namespace,
+    launch: _Launch,
+    spec: PatternSpec,
+    pattern: Pattern,
+    *,
+    checkpoint: Checkpoint | None,
+    result: dict[str, Any],
+    text: list[str],
 ) -> None:
     """Check a launch line as `launch_server` would; variables are those in front of it, not those of this shell."""
-    variables, ours, readings = _launch_line(options)
-    family = family_in(spec, readings.lines[-1].model_path)
-    if spec.file is None and options.model is not None:
-        family = Checkpoint.read(options.model).family
-    shard = ours.shard or variables.get(SHARD_VARIABLE) == "1"
-    served = ours.pattern or variables.get(PATTERN_VARIABLE)
-    found = judge(pattern, family, readings, shard=shard, variables=variables, source=_source(options))
-    problems = found.problems
-    if ours.calibrate or variables.get(CALIBRATE_VARIABLE) == "1":
+    asked, source = launch.asked, SglangSource.at_hand(options.sglang)
+    of_model = None if checkpoint is None or spec.file is not None else checkpoint.family
+    said = of_model or family_in(spec, launch.line.model_path)
+    found = judge(pattern, said, launch.readings, shard=asked.shard, variables=launch.variables, source=source)
+    problems, family, others = found.problems, said or DSA, list[str]()
+    if asked.calibrate:
         problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
-    elif served and served not in (spec.text, options.pattern):
-        problems = [*_another(served, spec, pattern), *problems]
-    allow = options.allow_config_mismatch or _allows(variables, ours)
-    wrong, others = override_alone.in_launch_line(
-        readings.lines[-1],
-        pattern,
-        family,
-        file=spec.file,
-        model=options.model,
-        unpacked=options.sglang,
-        allow_config_mismatch=allow,
-    )
-    said = {*result["problems"], *result.get("warnings", ())}  # by the check against the model
-    problems += [line for line in wrong if line not in said]
-    problems += _unread(options, pattern, family, ours, variables)
-    others = [line for line in others if line not in said]
+    elif asked.pattern and asked.pattern not in (spec.text, options.pattern):
+        problems = [*_another(asked.pattern, spec, pattern), *problems]
+    if checkpoint is None:  # else the check against the model has judged its override
+        wrong, others = override_alone.in_launch_line(
+            launch.line,
+            pattern,
+            family,
+            file=spec.file,
+            unpacked=options.sglang,
+            allow_config_mismatch=asked.allow_mismatch,
+        )
+        problems += wrong
+    problems += _unread(options, pattern, family, asked, launch.line)
     result["warnings"] = [*result.get("warnings", ()), *others]
     result["problems"] += problems
     result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
@@ -300,18 +301,16 @@ def _check_launch(
     text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
 
 
-def _unread(
-    options: argparse.Namespace, pattern: Pattern, family: Family, ours: Asked, variables: Mapping[str, str]
-) -> list[str]:
+def _unread(options: argparse.Namespace, pattern: Pattern, family: Family, asked: Asked, line: LaunchLine) -> list[str]:
     """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
-    source, on = _source(options), {name for name, value in variables.items() if value == "1"}
-    if source is None or ours.allow_unread or UNREAD_VARIABLE in on:
+    source = SglangSource.at_hand(options.sglang)
+    if source is None or asked.allow_unread:
         return []
-    shard, group = ours.shard or SHARD_VARIABLE in on, not (ours.ungrouped or GROUPING_VARIABLE in on)
     try:
-        features = replacing(pattern, family, shard=shard, group=group)
+        features = replacing(pattern, family, asked)
     except PatternError:  # no server has such layers, which was said
         return []
+    features += family.sglang.in_backends(line)
     return list(unread(source, (item for item in features if source.refusal(item) is None)))
 
 

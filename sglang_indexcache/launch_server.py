@@ -34,12 +34,7 @@ from pathlib import Path
 from sglang_indexcache import process
 from sglang_indexcache.families.combination import REFUSED, UNJUDGED
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.io.refusal import (
-    ADMIN_KEY_VARIABLE,
-    SHARD_VARIABLE,
-    refuse,
-    refuse_unforeseen,
-)
+from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE, refuse, refuse_unforeseen
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.launch_judge import Judgement, family_in, judge
@@ -77,7 +72,7 @@ def tell(spec: PatternSpec, asked: Asked, rest: Sequence[str]) -> None:
         ModelConfigError: if the model is a path of nothing.
     """
     pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
-    shard, source = asked.shard or variables.get(SHARD_VARIABLE) == "1", SglangSource.installed()
+    shard, source = asked.beside(variables).shard, SglangSource.installed()
 
     def judged(importing: bool) -> Judgement:
         readings = Readings.of(rest, source, importing)

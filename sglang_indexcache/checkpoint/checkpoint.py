@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.io.atomic import read_json_object, reason
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
-from sglang_indexcache.io.other_kinds import is_pointer, other_kind
+from sglang_indexcache.io.faults import is_pointer, other_kind
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_files, weight_map
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
@@ -40,10 +40,14 @@ class Checkpoint:
     Attributes:
         model: layers, native sharing, digest.
         indexer_layers: model layers with indexer weights, NextN/MTP layers left out; `None` if no weights are at hand.
+        path: the folder or hub id that it was read from.
+        config: content of its config.json, with overrides.
     """
 
     model: ModelLayers
     indexer_layers: frozenset[int] | None
+    path: str
+    config: Mapping[str, Any] = field(repr=False, compare=False)
 
     @property
     def locked(self) -> tuple[int, ...]:
@@ -75,9 +79,9 @@ class Checkpoint:
         names = _tensor_names(model)
         description = describe(config, name)
         if names is None:
-            return cls(description, None)
+            return cls(description, None, model, config)
         with_indexer = family_of(description.architecture).checkpoint.indexer_layers(names)
-        return cls(description, with_indexer.intersection(description.layers))
+        return cls(description, with_indexer.intersection(description.layers), model, config)
 
     def misfits(
         self, pattern: Pattern, file: PatternFile | None = None, allow_config_mismatch: bool = False

@@ -12,6 +12,7 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.override_alone import (
     alone,
     contradictions,
+    other_than,
     reading_lines,
     says_roles,
     without_launcher,
@@ -71,18 +72,18 @@ class Report:
 
 def check(
     spec: PatternSpec,
-    model: str,
+    checkpoint: Checkpoint,
     *,
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
     arguments: LaunchLine | None = None,
 ) -> Report:
-    """Check the pattern that `spec` names against `model`, a folder or hub id, as a server would read it.
+    """Check the pattern that `spec` names against a checkpoint, as a server would read it.
 
     Args:
         spec: the pattern.
-        model: folder or hub id.
+        checkpoint: the model, without overrides.
         user_overrides: `--json-model-override-args`; what they make of the model is what must fit.
         allow_config_mismatch: whether the file may be made for another config.json.
         unpacked: an SGLang to read instead of the installed one.
@@ -91,13 +92,12 @@ def check(
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
     """
-    checkpoint = Checkpoint.read(model)
     served, pattern = checkpoint, spec.unchecked(checkpoint.model.native, checkpoint.locked)
     family, override, given, problems, notes = checkpoint.family, None, {}, list[str](), list[str]()
     try:
         given = parse_overrides(user_overrides)
         override = family.sglang.to_overrides(given, pattern)
-        served = Checkpoint.read(model, given)
+        served = Checkpoint.read(checkpoint.path, given) if given else checkpoint
     except IndexCacheError as error:
         problems.append(str(error))
     problems = [*map(str, served.misfits(pattern, spec.file, allow_config_mismatch)), *problems]
@@ -107,7 +107,7 @@ def check(
         notes.append("no safetensors files at hand: indexer weights were not checked")
     heads = list(family.sglang.head_troubles(served.model, arguments or LaunchLine()))
     problems += [trouble.line for trouble in heads if trouble.certain]
-    installed, effective = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked), None
+    installed, effective = SglangSource.at_hand(unpacked), None
     if pattern.indexers and override is not None:
         notes.append("blocks of queries are set after loading: SGLang has no rule that could be asked before")
         lacking = [] if installed is None else [installed.refusal(feature) for feature in family.sglang.needed(pattern)]
@@ -122,13 +122,13 @@ def check(
         notes.append(f"SGLang {installed.version} in {unpacked} was read, not run: what it would run was not checked")
     elif override is not None and len(pattern) == checkpoint.model.num_layers:
         try:
-            effective = configured.would_run(installed, model, override, len(pattern))
+            effective = configured.would_run(installed, checkpoint.path, override, len(pattern))
         except SglangError as error:
             problems.append(str(error))
         if effective is not None and effective != pattern.roles:
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
-    by_itself = alone(model, given, unpacked) if says_roles(given) else None
-    doubts = [] if by_itself is None or override is None else list(by_itself.other_than(pattern.roles))
+    by_itself = alone(checkpoint, given, unpacked).readings if says_roles(given) else ()
+    doubts = other_than(by_itself, installed, pattern.roles) if by_itself and override is not None else ()
     architecture = checkpoint.model.architecture
     notes += provenance(pattern, spec.file, architecture)
     return Report(
@@ -148,11 +148,11 @@ def check(
         warnings=(
             *(trouble.line for trouble in heads if not trouble.certain),
             *(without_launcher(line) for line in doubts),
-            *contradictions(model, checkpoint),
+            *contradictions(checkpoint),
             *warnings_about(pattern, spec.file, architecture, spec.is_uniform, checkpoint.locked),
         ),
         notes=tuple(notes),
-        alone=() if by_itself is None else by_itself.readings,
+        alone=by_itself,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_indexcache.checkpoint.checkpoint import Checkpoint, read_config
+from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.override import (
@@ -54,20 +54,20 @@ class Alone:
     means: str | None
     readings: tuple[Reading, ...]
     problems: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
-    def other_than(self, roles: str) -> Iterator[str]:
-        """Yield a line for each reading that counts and runs other layers: of the SGLang at hand, or of all."""
-        if self.sglang is None:
-            counted = [item for item in self.readings if item.engine == SGLANG]
-        else:
-            found = of_version(self.readings, self.sglang)
-            counted = [] if found is None else [found]
-            if found is None:
-                yield f"which layers SGLang {self.sglang} would run is not known: {_why_unknown(self.sglang)}"
-        for item in counted:
-            if item.roles != roles:
-                yield item.line + (f": {item.roles} instead of {roles}" if item.source == OVERRIDE else "")
+
+def other_than(readings: Iterable[Reading], source: SglangSource | None, roles: str) -> Iterator[str]:
+    """Yield a line for each reading that counts and runs other layers: of the SGLang at hand, or without one of all."""
+    counted = [item for item in readings if item.engine == SGLANG]
+    if source is not None:
+        found = of_version(counted, source.version)
+        counted = [] if found is None else [found]
+        if found is None:
+            yield f"which layers SGLang {source.version} would run is not known: {_why_unknown(source.version)}"
+    for item in counted:
+        if item.roles != roles:
+            yield item.line + (f": {item.roles} instead of {roles}" if item.source == OVERRIDE else "")
 
 
 def says_roles(overrides: Mapping[str, Any]) -> bool:
@@ -78,54 +78,49 @@ def says_roles(overrides: Mapping[str, Any]) -> bool:
     )
 
 
-def alone(model: str, overrides: Mapping[str, Any], unpacked: Path | None = None) -> Alone:
-    """Say which layers engines would run of `model` with `overrides`, which say roles, and nothing else.
+def alone(checkpoint: Checkpoint, overrides: Mapping[str, Any], unpacked: Path | None) -> Alone:
+    """Say which layers engines would run of a checkpoint with `overrides`, which say roles, and nothing else.
 
     Args:
-        model: folder or hub id.
+        checkpoint: the model, without overrides.
         overrides: a parsed `--json-model-override-args`.
         unpacked: an SGLang to read instead of the installed one.
-
-    Raises:
-        IndexCacheError: if the model can't be read.
     """
-    checkpoint, (config, _) = Checkpoint.read(model), read_config(model)
-    family, architecture = checkpoint.family, checkpoint.model.architecture
-    configured = by_configuration(family.sglang)
+    adapter, architecture = checkpoint.family.sglang, checkpoint.model.architecture
+    configured, source = by_configuration(adapter), SglangSource.at_hand(unpacked)
     if configured is None:
         readings: tuple[Reading, ...] = (_unread_everywhere(checkpoint, overrides),)
     else:
-        readings = configured.readings(architecture, config, overrides)
+        readings = configured.readings(architecture, checkpoint.config, overrides)
     notes: list[str] = []
-    source = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked)
     if source is None:
         notes.append("SGLang is not installed here: all versions that were read count")
     elif source.version.partition("+")[0] not in READ_VERSIONS:
         notes.append(f"SGLang {source.version}: {_why_unknown(source.version)}")
     if source is not None and unpacked is None and configured is not None and source.refusal(configured.rule) is None:
-        readings = _asked(configured, source, model, overrides, readings)
+        readings = _asked(configured, source, checkpoint.path, overrides, readings)
     problems, means = [], None
     try:
-        means = _meant(overrides, config, checkpoint)
-        family.sglang.checkpoint.check_overrides(overrides)
+        means = _meant(overrides, checkpoint)
+        adapter.checkpoint.check_overrides(overrides)
         problems += [str(error) for error in checkpoint.misfits(means)]
         notes += read_spelling(overrides, len(means)).notes if set(overrides) & {FREQ_KEY} else ()
     except IndexCacheError as error:
         text = str(error)
         problems.append(text if text.startswith(FLAG) else f"{FLAG}: {text}")
-    found = Alone(
+    problems += () if means is None else other_than(readings, source, means.roles)
+    return Alone(
         override=overrides,
         model=checkpoint.model.name,
         sglang=None if source is None else source.version,
         means=None if means is None else means.roles,
         readings=readings,
-        problems=(),
+        problems=tuple(problems),
         notes=tuple(notes),
     )
-    return replace(found, problems=(*problems, *(() if means is None else found.other_than(means.roles))))
 
 
-def of_flag(model: str, text: str, unpacked: Path | None = None) -> Alone:
+def of_flag(model: str, text: str, unpacked: Path | None) -> Alone:
     """Say what `--json-model-override-args` alone would run; see `alone`.
 
     Raises:
@@ -134,19 +129,14 @@ def of_flag(model: str, text: str, unpacked: Path | None = None) -> Alone:
     overrides = parse_overrides(text)
     if not says_roles(overrides):
         raise SpellingError(f"{FLAG} says nothing of roles; expected one of {', '.join(SHARING_KEYS)}, or a pattern")
-    return alone(model, overrides, unpacked)
+    return alone(Checkpoint.read(model), overrides, unpacked)
 
 
-def contradictions(model: str, checkpoint: Checkpoint) -> list[str]:
-    """Return a line for each sharing key of a config.json that contradicts another: versions of SGLang take either.
-
-    Raises:
-        IndexCacheError: if the model can't be read.
-    """
-    config, _ = read_config(model)
-    if by_configuration(checkpoint.family.sglang) is None or not says_roles(config):
+def contradictions(checkpoint: Checkpoint) -> list[str]:
+    """Return a line for each sharing key of a config.json that contradicts another: versions of SGLang take either."""
+    if by_configuration(checkpoint.family.sglang) is None or not says_roles(checkpoint.config):
         return []
-    found = read_spelling(config, checkpoint.model.num_layers).contradictions
+    found = read_spelling(checkpoint.config, checkpoint.model.num_layers).contradictions
     return [f"config.json: {line}; without the launcher, versions of SGLang take one or the other" for line in found]
 
 
@@ -155,19 +145,17 @@ def in_launch_line(
     pattern: Pattern,
     family: Family,
     *,
-    file: PatternFile | None = None,
-    model: str | None = None,
-    unpacked: Path | None = None,
-    allow_config_mismatch: bool = False,
+    file: PatternFile | None,
+    unpacked: Path | None,
+    allow_config_mismatch: bool,
 ) -> tuple[list[str], list[str]]:
-    """Judge the override of a launch line beside a pattern.
+    """Judge the override of a launch line beside a pattern, where no other model is named; see `fit.check` for one.
 
     Args:
-        line: the launch line; its `--model-path` is read if it is a folder and `model` is not given.
+        line: the launch line; its `--model-path` is read if it is a folder.
         pattern: the pattern.
-        family: the family that the pattern is for, where no model is known.
+        family: the family that the pattern is for, where it is none.
         file: the pattern's file, which says for which model it is.
-        model: folder or hub id; `None` if it is not known.
         unpacked: an SGLang to read instead of the installed one.
         allow_config_mismatch: whether the file may be made for another config.json.
 
@@ -181,55 +169,47 @@ def in_launch_line(
     text = line.json_model_override_args
     if text is None:
         return [], []
-    if model is None and isinstance(line.model_path, str) and Path(line.model_path).is_dir():
-        model = line.model_path
-    checkpoint = None if model is None else Checkpoint.read(model)
-    family = family if checkpoint is None else checkpoint.family
+    folder = isinstance(line.model_path, str) and Path(line.model_path).is_dir()
+    checkpoint = Checkpoint.read(line.model_path) if folder else None
+    adapter = (family if checkpoint is None else checkpoint.family).sglang
+    problems: list[str] = []
+    warnings: list[str] = []
     try:
         overrides = parse_overrides(str(text))
-        family.sglang.to_overrides(overrides, pattern)
-        problems, warnings = _other_model(
-            overrides, pattern, file=file, model=model, allow_config_mismatch=allow_config_mismatch
-        )
+        adapter.to_overrides(overrides, pattern)
+        if checkpoint is not None:
+            served = Checkpoint.read(checkpoint.path, overrides)
+            problems += map(str, served.misfits(pattern, file, allow_config_mismatch))
+        elif file is not None and not allow_config_mismatch:
+            warnings += _check_same(file, overrides)
     except IndexCacheError as error:
         return [str(error)], []
     if not says_roles(overrides):
         return problems, warnings
-    if model is not None:
-        found = list(alone(model, overrides, unpacked).other_than(pattern.roles))
+    if checkpoint is not None:
+        found = [alone(checkpoint, overrides, unpacked).readings]
     else:
-        architectures = family.checkpoint.keys if file is None else [file.model.architecture]
-        config, configured = _bare_config(pattern, file), by_configuration(family.sglang)
-        found = []
-        for architecture in architectures:
-            readings = () if configured is None else configured.readings(architecture, config, overrides)
-            found += _alone_of(readings, overrides, unpacked).other_than(pattern.roles)
-    return problems, [*warnings, *(without_launcher(text) for text in found)]
+        architectures = adapter.checkpoint.keys if file is None else [file.model.architecture]
+        config, configured = _bare_config(pattern, file), by_configuration(adapter)
+        found = [configured.readings(name, config, overrides) if configured else () for name in architectures]
+    for readings in found:
+        warnings += map(without_launcher, other_than(readings, SglangSource.at_hand(unpacked), pattern.roles))
+    return problems, warnings
 
 
-def _other_model(
-    overrides: Mapping[str, Any],
-    pattern: Pattern,
-    *,
-    file: PatternFile | None,
-    model: str | None,
-    allow_config_mismatch: bool,
-) -> tuple[list[str], list[str]]:
-    """Return problems if overrides make another model than that of the file, warnings if nobody can say that.
+def _check_same(file: PatternFile, overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Check that overrides make no other model than that of the file; yield a warning if nobody can say that.
 
     Raises:
-        IndexCacheError: if they make none, or one that only a config.json would tell.
+        IndexCacheError: if they make another one, none, or one that only a config.json would tell.
     """
-    if model is not None:
-        served = Checkpoint.read(model, overrides)
-        return [str(error) for error in served.misfits(pattern, file, allow_config_mismatch)], []
-    if file is None or allow_config_mismatch or not merged({}, overrides):
-        return [], []
+    if not merged({}, overrides):
+        return
     if file.model.config is None:
-        return [], [f"{FLAG}: whether it makes another model than that of the file is not known; expected --model"]
+        yield f"{FLAG}: whether it makes another model than that of the file is not known; expected --model"
+        return
     config = _config_of(file.model.architecture, file.model.config)
     file.model.check(describe(merged(config, overrides), f"{file.model.name} with {FLAG}"))
-    return [], []
 
 
 def _config_of(architecture: str, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +255,7 @@ def reading_lines(readings: tuple[Reading, ...], means: str | None) -> list[str]
     return lines
 
 
-def _meant(overrides: Mapping[str, Any], config: Mapping[str, Any], checkpoint: Checkpoint) -> Pattern:
+def _meant(overrides: Mapping[str, Any], checkpoint: Checkpoint) -> Pattern:
     """Return the one pattern that all sharing keys mean.
 
     Raises:
@@ -284,7 +264,7 @@ def _meant(overrides: Mapping[str, Any], config: Mapping[str, Any], checkpoint: 
     if (overrides.get(CLI_KEY) or 1) != 1:
         raise SpellingError(f"{CLI_KEY} is {overrides[CLI_KEY]}, which is LongCat's; expected none")
     inherited = (_NEXTN_KEY, OFFSET_KEY) if FREQ_KEY in overrides else (_NEXTN_KEY,)
-    given = {**{key: config.get(key) for key in inherited}, **overrides}
+    given = {**{key: checkpoint.config.get(key) for key in inherited}, **overrides}
     layers = overrides.get("num_hidden_layers", checkpoint.model.num_layers)
     if layers != checkpoint.model.num_layers:
         raise SpellingError(
@@ -306,15 +286,8 @@ def _bare_config(pattern: Pattern, file: PatternFile | None) -> dict[str, Any]:
     locked = () if file is None else file.model.locked_layers
     config: dict[str, Any] = {"num_hidden_layers": len(pattern)}
     if locked:
-        kept = [layer for layer in range(len(pattern)) if layer not in locked]
-        config[TYPES_KEY] = indexer_types(Pattern.from_full_layers(len(pattern), kept))
+        config[TYPES_KEY] = indexer_types(Pattern.full(len(pattern), locked))
     return config
-
-
-def _alone_of(readings: tuple[Reading, ...], overrides: Mapping[str, Any], unpacked: Path | None) -> Alone:
-    source = SglangSource.installed() if unpacked is None else SglangSource.at(unpacked)
-    version = None if source is None else source.version
-    return Alone(override=overrides, model="", sglang=version, means=None, readings=readings, problems=())
 
 
 def _asked(

@@ -129,6 +129,10 @@ class SglangAdapter(ABC):
         """Yield the flags in SGLang's server arguments that some patterns can't be served with, and one line why."""
         yield from ()
 
+    def in_backends(self, arguments: Any) -> tuple[Feature, ...]:
+        """Return the features that replace methods of the attention backends that server arguments may lead to."""
+        return ()
+
     def combinations(self) -> tuple[Combination, ...]:
         """Return the features of SGLang that concern these models alone; see `serving.combinations`."""
         return ()

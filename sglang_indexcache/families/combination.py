@@ -20,7 +20,7 @@ class Combination:
         flags: the flags that ask for it.
         ran: where it ran; empty if nowhere.
         reads: the names in `Meaning` of what its flags set.
-        asked: whether server arguments ask for it.
+        condition: whether server arguments ask for it; by itself, if one of `reads` is on, or more than 1.
         without: what was not run, of one that ran in part.
         family: name of the family on whose models it ran.
         default: where it is on although nothing asks for it, in words; by a launch line of one SGLang, and the family.
@@ -30,10 +30,17 @@ class Combination:
     flags: tuple[str, ...]
     ran: str
     reads: tuple[str, ...]
-    asked: Callable[[Any], bool]
+    condition: Callable[[Any], bool] | None = None
     without: str = ""
     family: str = "dsa"
     default: Callable[[LaunchLine, Any], str] = lambda line, family: ""
+
+    def asked(self, arguments: Any) -> bool:
+        """Return whether server arguments ask for it."""
+        if self.condition is not None:
+            return self.condition(arguments)
+        values = [getattr(arguments, name, None) for name in self.reads]
+        return any(value > 1 if type(value) is int else value for value in values)
 
     @property
     def verdict(self) -> Verdict:

@@ -9,16 +9,15 @@ from pydantic import BaseModel, Field, TypeAdapter
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import ServerError, ask
 from sglang_indexcache.io.errors import one_line
+from sglang_indexcache.io.fields import Count
 from sglang_indexcache.pattern import Pattern
-
-_Count = Annotated[int, Field(ge=0)]
 
 
 class Counted(BaseModel):
     """The first passes in which indexers were counted, by kind, and the kinds that are still to come."""
 
-    passes: dict[str, _Count] = {}
-    longest_prompt: _Count | None = None
+    passes: dict[str, Count] = {}
+    longest_prompt: Count | None = None
     to_come: list[str] = []
 
 
@@ -33,18 +32,18 @@ class Served(BaseModel):
     since: str | None = None
     reason: str | None = None
     selection: dict[str, Any] | None = None
-    proven_ranks: _Count | None = None
-    full_layers: _Count | None = None
-    shared_layers: _Count | None = None
-    sharded_layers: _Count = 0
-    sharded_ranks: _Count = 0
-    grouped_layers: _Count = 0
+    proven_ranks: Count | None = None
+    full_layers: Count | None = None
+    shared_layers: Count | None = None
+    sharded_layers: Count = 0
+    sharded_ranks: Count = 0
+    grouped_layers: Count = 0
     counted: Counted | None = None
-    saved_kv_bytes_per_token: _Count | None = None
-    saved_weight_bytes: _Count | None = None
-    indexer_runs: _Count | None = None
-    indexer_skips: _Count | None = None
-    decode_passes: _Count | None = None
+    saved_kv_bytes_per_token: Count | None = None
+    saved_weight_bytes: Count | None = None
+    indexer_runs: Count | None = None
+    indexer_skips: Count | None = None
+    decode_passes: Count | None = None
 
     @property
     def since_when(self) -> str:
@@ -129,21 +128,12 @@ def ranks(server: str | Address) -> list[ServedRank]:
     ]
 
 
-def fingerprint(server: str | Address) -> str | None:
-    """Return the fingerprint of the pattern by which all ranks at `server` read prompts; `None` without a pattern.
-
-    Raises:
-        ServerError: if the server does not answer, ranks differ, one is not proven any more, or the model is dense,
-            whose prompts are read without the pattern.
-    """
-    return pattern_for_prompts(ranks(server))
-
-
 def pattern_for_prompts(found: list[ServedRank]) -> str | None:
     """Return the fingerprint of the pattern by which all of a server's ranks read prompts; `None` without a pattern.
 
     Raises:
-        ServerError: as `fingerprint`, of what was answered.
+        ServerError: if ranks differ, one is not proven any more, or the model is dense, whose prompts are read without
+            the pattern.
     """
     address, states = found[0].server, [rank.served for rank in found]
     fingerprints = {None if state is None else state.fingerprint for state in states}

@@ -7,33 +7,47 @@ import json
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from sglang_indexcache.io.errors import FileError
-from sglang_indexcache.io.json_faults import why_no_json
+from sglang_indexcache.io.faults import why_no_json
 
 _MODE = 0o666  # less the umask, as any new file
 
 
-def read_regular(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; refuse a pipe or a device before reading it.
+@contextmanager
+def opened(path: Path) -> Iterator[FileIO]:
+    """Open a regular file for reading, unbuffered; refuse a pipe or a device before reading it.
 
     Raises:
-        FileError: if it can't be read, is not a regular file, or is larger.
+        FileError: if it can't be read, also later inside the `with` block, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not hang
-        with os.fdopen(descriptor, "rb") as file:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file has
+        raise FileError(f"{path}: {reason(error)}") from None
+    try:
+        with FileIO(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise FileError(f"{path}: not a regular file")
-            content = file.read(limit + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, FileError):
-            raise
+            yield file
+    except OSError as error:
         raise FileError(f"{path}: {reason(error)}") from None
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        FileError: as `opened`, and if it is larger.
+    """
+    with opened(path) as file:
+        content = BufferedReader(file).read(limit + 1)
     if len(content) > limit:
         raise FileError(f"{path}: is larger than {limit} bytes, expected a smaller file")
     return content

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Self, TypeVar
 
-from sglang_indexcache.io.atomic import reason
+from sglang_indexcache.io.atomic import opened
 from sglang_indexcache.io.errors import FileError
 
 CHUNK = 8 << 20
@@ -80,23 +80,6 @@ def file_digest(path: Path, stop: Event | None = None) -> Digest:
             check_same(file, path, stamp)
             _remember(entry, stamp, digest.hexdigest())
             return Digest(digest.hexdigest(), stamp)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
-    """Open a regular file for reading, unbuffered.
-
-    Raises:
-        FileError: if it can't be read, also later inside the `with` block, or is not a regular file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer must not hang
-        with FileIO(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FileError(f"{path}: not a regular file")
-            yield file
-    except OSError as error:
-        raise FileError(f"{path}: {reason(error)}") from None
 
 
 def check_same(file: FileIO, path: Path, stamp: Stamp) -> None:

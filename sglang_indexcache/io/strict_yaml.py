@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from sglang_indexcache.io.errors import PatternFileError, is_hidden
-from sglang_indexcache.io.other_kinds import other_kind
+from sglang_indexcache.io.faults import other_kind
 
 MAX_BYTES = 128 << 10  # PyYAML takes 2 s for as much
 MAX_DEPTH = 8

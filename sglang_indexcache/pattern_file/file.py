@@ -194,7 +194,7 @@ class PatternFile(_FileSection):
     def _is_consistent(self) -> Self:
         model = self.model
         try:
-            self.as_pattern()
+            own = self.as_pattern()
         except PatternError as error:
             raise PatternError(f"pattern: {error}") from None
         if self.published is None and model.config_sha256 is None:
@@ -206,10 +206,11 @@ class PatternFile(_FileSection):
         outside = [layer for layer in model.locked_layers if not 1 <= layer < model.num_layers]
         if outside:
             raise PatternError(f"model.locked_layers: found {outside[0]}, expected 1 to {model.num_layers - 1}")
-        self.as_pattern().check_fits(model.num_layers, model.locked_layers)
-        share = self.as_pattern().retention
-        if abs(share - self.retention) > 0.0005:
-            raise PatternError(f"retention: found {self.retention}, but pattern keeps {share:.4f} of its layers")
+        own.check_fits(model.num_layers, model.locked_layers)
+        if abs(own.retention - self.retention) > 0.0005:
+            raise PatternError(
+                f"retention: found {self.retention}, but pattern keeps {own.retention:.4f} of its layers"
+            )
         known = [pattern.letters for pattern in self.trajectory_patterns()]
         for name, letters in self.patterns.items():
             pattern = Pattern.parse(letters, self.selection)

@@ -83,7 +83,7 @@ def _launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plan.require(probes.RAY, "RayEngine")
     plan.check(server_args)
     if installed_source(probes.REQUIRED).refusal(probes.WARMED) is None:
-        warm_up.hook(engines.plan_of)
+        warm_up.hook()
     unknown = never_run(plan.sglang.version)
     if unknown is not None:
         logger.warning("indexcache: %s", unknown)
@@ -129,17 +129,17 @@ def _serving_hooks() -> Hooks:
     source, hooks = installed_source(probes.REQUIRED), Hooks()
     hooks.add("BEFORE", probes.MODEL_CONFIG, _hand_over)
     hooks.add("AFTER", probes.NEW_MODEL, _new_model)
-    for need in (probes.LOAD_MODEL, probes.LOAD_BACKENDS):
-        if source.missing(need) is None:
-            hooks.add("AFTER", need, _prover(need))
-    if source.missing(probes.LOAD_GRAPHS) is None:
-        hooks.add("AFTER", probes.LOAD_GRAPHS, _captured)
+    hooks.add("AFTER", probes.LOAD_MODEL, _prover(probes.LOAD_MODEL))
     hooks.add("AFTER", probes.READY, scheduler_ready)
-    if source.missing(probes.KILL) is None:
-        hooks.add("AROUND", probes.KILL, ready.kill)
-    for need in probes.UPDATES:
+    optional: list[tuple[str, probes.Need, Callable[..., Any]]] = [
+        ("AFTER", probes.LOAD_BACKENDS, _prover(probes.LOAD_BACKENDS)),
+        ("AFTER", probes.LOAD_GRAPHS, _captured),
+        ("AROUND", probes.KILL, ready.kill),
+        *(("AROUND", need, updates.around(need.name.rpartition(".")[2])) for need in probes.UPDATES),
+    ]
+    for kind, need, function in optional:
         if source.missing(need) is None:
-            hooks.add("AROUND", need, updates.around(need.name.rpartition(".")[2]))
+            hooks.add(kind, need, function)
     for feature, kind, need, function in (
         (probes.STATUS, "AFTER", probes.STATE, status),
         (probes.CACHE_KEYS, "AFTER", probes.STORAGE, _cache_keys),

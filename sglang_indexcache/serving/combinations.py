@@ -34,14 +34,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # values of flags with which everything w
 }
 
 
-def _more_than_one(name: str) -> Callable[[Any], bool]:
-    return lambda arguments: (getattr(arguments, name, None) or 1) > 1
-
-
-def _given(*names: str) -> Callable[[Any], bool]:
-    return lambda arguments: any(getattr(arguments, name, None) for name in names)
-
-
 def _one_of(name: str, *values: str) -> Callable[[Any], bool]:
     return lambda arguments: getattr(arguments, name, None) in values
 
@@ -57,12 +49,11 @@ def _chains(arguments: Any) -> bool:
 
 def _context(arguments: Any) -> bool:
     """Return whether arguments ask for context parallelism."""
-    sizes = ("attn_cp_size", "dcp_size")
-    return bool(arguments.enable_prefill_cp) or any(_more_than_one(name)(arguments) for name in sizes)
+    return bool(arguments.enable_prefill_cp) or (arguments.attn_cp_size or 1) > 1 or (arguments.dcp_size or 1) > 1
 
 
 def _interleaved(arguments: Any) -> bool:
-    prefill = bool(arguments.enable_prefill_cp) and not _more_than_one("dcp_size")(arguments)
+    prefill = bool(arguments.enable_prefill_cp) and (arguments.dcp_size or 1) <= 1
     return prefill and arguments.cp_strategy == INTERLEAVE
 
 
@@ -88,29 +79,22 @@ def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
 
 
 COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinations`
-    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",), _more_than_one("tp_size")),
-    Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",), _more_than_one("pp_size")),
+    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",)),
+    Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",)),
     Combination(
         "data-parallel attention",
         ("--enable-dp-attention", "--attn-dp-size"),
         _BOTH_ON_TWO,
         ("enable_dp_attention", "dp_size"),
-        _given("enable_dp_attention"),
+        lambda arguments: bool(arguments.enable_dp_attention),
     ),
-    Combination(
-        "data-parallel LM head",
-        ("--enable-dp-lm-head",),
-        _BOTH_ON_TWO,
-        ("enable_dp_lm_head",),
-        _given("enable_dp_lm_head"),
-    ),
+    Combination("data-parallel LM head", ("--enable-dp-lm-head",), _BOTH_ON_TWO, ("enable_dp_lm_head",)),
     Combination(
         "expert parallelism",
         ("--ep-size",),
         _BOTH_ON_TWO,
         ("ep_size",),
-        _more_than_one("ep_size"),
-        "DeepEP and other --moe-a2a-backend",
+        without="DeepEP and other --moe-a2a-backend",
     ),
     Combination(
         "all-to-all of experts",
@@ -160,32 +144,28 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("--enable-mixed-chunk",),
         f"{_CPU} and on an H200, requests without logprobs (with them SGLang mixes nothing)",
         ("enable_mixed_chunk",),
-        _given("enable_mixed_chunk"),
     ),
     Combination(
         "HiCache",
         ("--enable-hierarchical-cache", "--enable-hicache"),
         _GPU,
         ("enable_hierarchical_cache",),
-        _given("enable_hierarchical_cache"),
-        "its storage",
+        without="its storage",
     ),
     Combination(
         "storage of HiCache",
         ("--hicache-storage-backend",),
         "",
         ("hicache_storage_backend",),
-        _given("hicache_storage_backend"),
-        "refused where SGLang's source says that keys don't have the model's name, which carries the pattern",
+        without="refused where SGLang's source says that keys don't have the model's name, which carries the pattern",
     ),
-    Combination("HiSparse", ("--enable-hisparse",), _GPU, ("enable_hisparse",), _given("enable_hisparse")),
+    Combination("HiSparse", ("--enable-hisparse",), _GPU, ("enable_hisparse",)),
     Combination(
         "LoRA",
         ("--enable-lora", "--lora-paths"),
         "",
         ("enable_lora", "lora_paths"),
-        _given("enable_lora", "lora_paths"),
-        "SGLang 0.5.17 fails to import it for DSA; 0.5.23 needs a GPU for it",
+        without="SGLang 0.5.17 fails to import it for DSA; 0.5.23 needs a GPU for it",
     ),
     Combination(
         "fp8 KV cache",
@@ -235,8 +215,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("--enable-torch-compile",),
         "",
         ("enable_torch_compile",),
-        _given("enable_torch_compile"),
-        "SGLang 0.5.17's indexer can't be compiled",
+        without="SGLang 0.5.17's indexer can't be compiled",
     ),
     Combination(
         "graphs of prompts",
@@ -252,15 +231,14 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("--enable-deterministic-inference",),
         "",
         ("enable_deterministic_inference",),
-        _given("enable_deterministic_inference"),
-        "SGLang 0.5.17 and 0.5.23 refuse it with their DSA backend",
+        without="SGLang 0.5.17 and 0.5.23 refuse it with their DSA backend",
     ),
-    Combination("several nodes", ("--nnodes",), "", ("nnodes",), _more_than_one("nnodes")),
+    Combination("several nodes", ("--nnodes",), "", ("nnodes",)),
     Combination(
         "replicas",
         ("--dp-size",),
-        "SGLang 0.5.23 on CPUs",
+        _CPU,
         ("dp_size",),
-        lambda arguments: (arguments.dp_size or 1) > 1 and not getattr(arguments, "enable_dp_attention", None),
+        lambda arguments: (arguments.dp_size or 1) > 1 and not arguments.enable_dp_attention,
     ),
 )

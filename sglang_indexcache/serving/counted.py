@@ -141,10 +141,13 @@ class Counter:
         self._handles.clear()
 
     def _before(self, module: Any, args: Any) -> None:
+        self._check_first()
+        self._ran = []
+
+    def _check_first(self) -> None:
         check, self._check = self._check, None
         if check is not None:
             check()
-        self._ran = []
 
     def _runs(self, site: int) -> Callable[..., None]:
         def runs(module: Any, args: Any, kwargs: Any) -> None:
@@ -208,9 +211,7 @@ class Counter:
         batch = batch_of(args, kwargs)
         if batch is None or _KINDS.get(batch.forward_mode.name) != EXTEND:
             return
-        check, self._check = self._check, None
-        if check is not None:
-            check()
+        self._check_first()
         counted = EXTEND in self._captured or EXTEND + CAPTURED in self.passes
         self._seen(REPLAYED if counted else UNCOUNTED, batch)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
 
 _FIRST = (REFUSED, UNJUDGED)
+_ASSUMED = (
+    "note: taken for a DSA model, since neither a pattern file nor a config.json at hand says what it is; with another"
+    " one, other flags are refused"
+)
 _QUIET_LEVELS = ("warning", "warn", "error", "critical", "fatal")
 
 
@@ -62,7 +67,7 @@ class Judgement:
 
 def judge(
     pattern: Pattern,
-    family: Family,
+    family: Family | None,
     readings: Readings,
     *,
     shard: bool = False,
@@ -73,13 +78,14 @@ def judge(
 
     Args:
         pattern: the pattern to serve.
-        family: the model's family.
+        family: the model's family; where nothing says it, DSA, and a note says that.
         readings: of the launch line.
         shard: whether indexers are shared out.
         variables: environment variables of the server.
         source: the SGLang at hand, which says what keys of HiCache storage are made of; `None` without one.
     """
-    read_by: dict[Verdict, list[str]] = {}
+    assumed = () if family is not None else (_ASSUMED,)
+    family, read_by = family or DSA, dict[Verdict, list[str]]()
     for line in readings.lines:
         for verdict in verdicts(pattern, family, line, shard=shard, variables=variables, source=source):
             read_by.setdefault(verdict, []).append(line.version)
@@ -90,7 +96,7 @@ def judge(
         found.append(item if some == every else _of(item, some))
     proven = dict.fromkeys(proven_first(line, family) for line in readings.lines)
     found.sort(key=lambda item: _FIRST.index(item.state) if item.state in _FIRST else len(_FIRST))
-    return Judgement("; or ".join(proven), tuple(found), _notes(readings))
+    return Judgement("; or ".join(proven), tuple(found), (*_notes(readings), *assumed))
 
 
 def verdicts(
@@ -135,16 +141,14 @@ def verdicts(
         yield Verdict(RAN if ran else NOT_RUN, name, ran)
 
 
-def family_in(spec: PatternSpec, model: str | None = None) -> Family:
-    """Return the family that a pattern file was made for, or that of a model in a folder; DSA if nothing says it."""
+def family_in(spec: PatternSpec, model: str | None = None) -> Family | None:
+    """Return the family that a pattern file was made for, or that of a model in a folder; `None` if nothing says it."""
     if spec.file is not None:
         return family_of(spec.file.model.architecture)
-    if model is None or not Path(model, "config.json").is_file():
-        return DSA
-    try:
-        return Checkpoint.read(model).family
-    except IndexCacheError:  # whoever reads the model to serve it says why
-        return DSA
+    if model is not None and Path(model, "config.json").is_file():
+        with suppress(IndexCacheError):  # whoever reads the model to serve it says why
+            return Checkpoint.read(model).family
+    return None
 
 
 def proven_first(arguments: Any, family: Family = DSA) -> str:

@@ -20,6 +20,7 @@ from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang import variables as environment
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
@@ -102,21 +103,14 @@ def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str
         yield given, f"{given} {backend} can't be combined with a pattern: {problem}"
 
 
-def replacing(pattern: Pattern, family: Family, *, shard: bool, group: bool) -> tuple[Feature, ...]:
-    """Return the features that a pattern needs on a family, and that may replace methods of SGLang.
-
-    Args:
-        pattern: the pattern to serve.
-        family: the model's family.
-        shard: whether indexers are shared out.
-        group: whether queries of a block are attended from together, where that can be done.
-    """
+def replacing(pattern: Pattern, family: Family, asked: Asked) -> tuple[Feature, ...]:
+    """Return the features that a pattern needs on a family with what is asked for, and that may replace methods."""
     adapter, blocks = family.sglang, with_blocks(family.sglang)
     found = [] if pattern.is_full else [adapter.serving]
     found += adapter.needed(pattern)
     if blocks is not None:
-        found += [blocks.sharding] if shard else []
-        found += [blocks.grouping] if pattern.indexers and group else []
+        found += [blocks.sharding] if asked.shard else []
+        found += [blocks.grouping] if pattern.indexers and not asked.ungrouped else []
     return tuple(found)
 
 
@@ -139,9 +133,7 @@ class EnginePlan(ABC):
         subject: what its flags are combined with, in refusals.
         error: class of its refusals.
         source: origin of the pattern, for people.
-        shard: whether each tensor-parallel rank selects for its part of the rows of prompts.
-        group: whether the queries of a block are attended from together, where that can be done.
-        allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
+        asked: what the launch asks for.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
         selects_after: tokens up to which a prompt attends to everything; known then, too.
         proven: proof of the engine in this process.
@@ -153,9 +145,7 @@ class EnginePlan(ABC):
     source: str
     pattern: Pattern
     selects_after = 0
-    shard = False
-    group = False
-    allow_unread = False
+    asked = Asked()
 
     def __init__(self, sglang: SglangSource) -> None:
         self.sglang, self.proven = sglang, ProofHolder()
@@ -211,7 +201,7 @@ class EnginePlan(ABC):
         Raises:
             IndexCacheError: naming the function.
         """
-        for line in () if self.allow_unread else unread(self.sglang, features):
+        for line in () if self.asked.allow_unread else unread(self.sglang, features):
             raise self.error(line)
 
     def refuse(self, refused: Mapping[str, str], server_args: Any) -> None:
@@ -233,8 +223,7 @@ class Preflight(EnginePlan):
 
     def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
         super().__init__(sglang)
-        self._request, self.source = request, request.source
-        self.shard, self.group, self.allow_unread = request.shard, request.group, request.allow_unread
+        self._request, self.source, self.asked = request, request.source, request.asked
         if request.pattern is not None:
             self.pattern = request.pattern
         self._families: dict[str, Family] = {}  # of checked models
@@ -244,16 +233,16 @@ class Preflight(EnginePlan):
         """See `EnginePlan.check`: flags that S layers, blocks of queries or shared indexers can't be combined with."""
         self._arguments = server_args
         model = at_revision(server_args.model_path, getattr(server_args, "revision", None))
-        if self.shard:
+        if self.asked.shard:
             self.family_at(model)
         pattern = self.pattern
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
-        if pattern.is_full and not self.shard:
+        if pattern.is_full and not self.asked.shard:
             return
         self.refuse(_REFUSED, server_args)  # before the model is read
         family = self.family_at(model)
-        for _, line in refusals_of(pattern, family, server_args, self.shard, os.environ):
+        for _, line in refusals_of(pattern, family, server_args, self.asked.shard, os.environ):
             raise PreflightError(line)
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
             self.require(family.sglang.pipeline, f"--pp-size {server_args.pp_size}")
@@ -271,16 +260,16 @@ class Preflight(EnginePlan):
                 checkpoint.family.sglang.to_overrides(overrides, self.pattern)  # refuses some by name
                 checkpoint = Checkpoint.read(model, overrides)  # the model that is served
             self._check_heads(checkpoint)
-            for error in checkpoint.misfits(self.pattern, request.file, request.allow_config_mismatch):
+            for error in checkpoint.misfits(self.pattern, request.file, self.asked.allow_mismatch):
                 raise error
             family = checkpoint.family
             self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))
-            if self.shard:
+            if self.asked.shard:
                 blocks = with_blocks(family.sglang)
                 if blocks is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
                 self.require(blocks.sharding, SHARD_FLAG)
-            self.require_read(*replacing(self.pattern, family, shard=self.shard, group=self.group))
+            self.require_read(*replacing(self.pattern, family, self.asked))
             self._families[model] = family
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position

@@ -177,15 +177,15 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     try:
         if new:
             adapter.loaded(runner, plan.pattern)
-            if plan.shard and blocks is not None:
+            if plan.asked.shard and blocks is not None:
                 blocks.share_rows(runner, plan.pattern)
         effective = effective_roles(adapter, runner.model)
         selection = adapter.selection(runner.model)
         if blocks is not None:
-            indexers, shared = blocks.indexers(runner.model), blocks.shared_rows(runner.model)
+            indexers, shared = blocks.read_back(runner.model)
         problem = mismatch(plan.pattern, effective, adapter.begins_every_stage)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
-        sharing = {site for site, found in effective.items() if plan.shard and found.role == FULL}
+        sharing = {site for site, found in effective.items() if plan.asked.shard and found.role == FULL}
         if problem is None and set(shared) != sharing:
             site = min(set(shared) ^ sharing)
             problem = f"letter {site} would {'' if site in shared else 'not '}share out the rows of prompts"
@@ -201,7 +201,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         roles=roles,
         indexers=indexers,
         shared_rows=shared,
-        shard=plan.shard,
+        shard=plan.asked.shard,
     )
 
 
@@ -249,7 +249,7 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     try:
         plan.family.sglang.captured(runner, plan.pattern)
         if blocks is not None:
-            if plan.group:
+            if not plan.asked.ungrouped:
                 blocks.group(runner, plan.pattern)
             grouped = blocks.grouped(runner)
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from sglang_indexcache.io.errors import IndexCacheError
@@ -11,6 +11,7 @@ from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import KEY, CarriedPattern, Request
 
 
@@ -23,29 +24,23 @@ class PatternRequest:
         pattern: the pattern that it names; `None` for the model's own.
         file: content of the file; `None` for letters, and in a process that has the pattern from the server arguments,
             since the main process checked it.
-        allow_config_mismatch: whether the file may be made for another config.json.
-        shard: whether each tensor-parallel rank selects for its part of the rows.
-        group: whether the queries of a block are attended from together, where that can be done.
-        allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
+        asked: what else the launch asks for.
     """
 
     source: str
     pattern: Pattern | None
     file: PatternFile | None = None
-    allow_config_mismatch: bool = False
-    shard: bool = False
-    group: bool = True
-    allow_unread: bool = False
+    asked: Asked = field(default_factory=Asked)
 
     @classmethod
-    def load(cls, spec: str, allow_config_mismatch: bool = False) -> Self:
+    def load(cls, spec: str) -> Self:
         """Read what `spec` names.
 
         Raises:
             IndexCacheError: if it can't be used.
         """
         named = PatternSpec.read(spec)
-        return cls(named.text, named.known(), named.file, allow_config_mismatch)
+        return cls(named.text, named.known(), named.file)
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -59,16 +54,16 @@ class PatternRequest:
         if carried is not None:
             found = cls(carried.source, Pattern.from_key(carried.key))
         elif own is not None:
-            found = cls.load(own, asked.allow_mismatch) if isinstance(own, str) else cls._read_back(own)
+            found = cls.load(own) if isinstance(own, str) else cls._read_back(own)
         if carried is None and asked.pattern is not None:
-            loaded = cls.load(asked.pattern, asked.allow_mismatch)
+            loaded = cls.load(asked.pattern)
             if own is not None and found.pattern != loaded.pattern:
                 raise IndexCacheError(
                     f"{PATTERN_VARIABLE} asks for {loaded.pattern}, the {KEY} section of the model overrides for"
                     f" {found.pattern}; expected one of them"
                 )
             found = loaded
-        return replace(found, shard=asked.shard, group=not asked.ungrouped, allow_unread=asked.allow_unread)
+        return replace(found, asked=asked)
 
     @property
     def carried(self) -> CarriedPattern | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang_indexcache.serving.preflight import EnginePlan
+from sglang_indexcache.serving import engines
 from sglang_indexcache.sglang.hooks import Hooks, bound_to
 from sglang_indexcache.sglang.meaning import data_parallel_ranks
 from sglang_indexcache.sglang.probes import WARM_UP
@@ -31,25 +31,23 @@ _TRIES, _SECONDS = 120, 600
 _applied: list[bool] = []
 
 
-def hook(plan_of: Callable[[Any], EnginePlan | None]) -> None:
-    """Send the prompt to HTTP servers of this process, once they are up; `plan_of` takes server arguments.
+def hook() -> None:
+    """Send the prompt to HTTP servers of this process, once they are up.
 
     An `Engine` has no HTTP server and no warm-up: SGLang's module of it is not there, and is not imported.
     """
     if _applied or f"sglang.{WARM_UP.module}" not in sys.modules:
         return
     hooks = Hooks()
-    hooks.add("AROUND", WARM_UP, partial(_around, plan_of))
+    hooks.add("AROUND", WARM_UP, _around)
     hooks.apply()
     _applied.append(True)
 
 
-def _around(
-    plan_of: Callable[[Any], EnginePlan | None], original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = bound_to(original, args, kwargs)
     given = bound.arguments
-    plan = plan_of(given["server_args"])
+    plan = engines.plan_of(given["server_args"])
     if plan is not None and plan.serves and not plan.pattern.dense and not plan.pattern.is_full:
         given["execute_warmup_func"] = partial(run, plan.selects_after, given["execute_warmup_func"])
     return original(*bound.args, **bound.kwargs)

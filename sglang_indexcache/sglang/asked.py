@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn, Self
 
 from sglang_indexcache.io.errors import IndexCacheError
@@ -70,6 +70,11 @@ class Asked:
             if given and asked.calibrate:
                 refuse(f"{variable} and {CALIBRATE_VARIABLE} are set, expected one of them")
         return asked
+
+    def beside(self, variables: Mapping[str, str]) -> Self:
+        """Return what is asked for by these flags and by variables in front of them; a value that is no 1 is off."""
+        on = {name: getattr(self, name) or variables.get(variable) == "1" for name, (_, variable) in _SWITCHES.items()}
+        return replace(self, pattern=self.pattern or variables.get(PATTERN_VARIABLE), **on)
 
     def to_environment(self) -> None:
         """Set the variables of all that is asked for; that of a mismatch is also switched off."""

@@ -78,16 +78,16 @@ class LaunchLine:
                 for name, value in vars(given).items():
                     if name not in before or before[name] is not value:
                         spelled[_RENAMED.get(name, name)] = chunk[0].partition("=")[0]
-        plain = {
-            name for name, value in vars(given).items() if value is not None and value == parser.defaults.get(name)
-        }
         values = {_RENAMED.get(name, name): value for name, value in vars(given).items()}
+        plain = frozenset(
+            _RENAMED.get(name, name)
+            for name, value in vars(given).items()
+            if value is not None and value == parser.defaults.get(name)
+        )
         if values.pop("config", None) is not None:
             why = f"SGLang reads a file behind {config_file.FLAG} as a word of its own alone: it would be ignored"
             unread.append(Unread(spelled["config"], why))
-        return cls(
-            values, spelled, tuple(unread), frozenset(_RENAMED.get(name, name) for name in plain), parser.version
-        )
+        return cls(values, spelled, tuple(unread), plain, parser.version)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -215,17 +215,19 @@ class SglangSource:
         metadata = sorted(root.parent.glob("sglang-*.dist-info"))
         return cls(root, metadata[0].name.removeprefix("sglang-").removesuffix(".dist-info") if metadata else "unknown")
 
+    @classmethod
+    def at_hand(cls, unpacked: Path | None) -> SglangSource | None:
+        """Return an unpacked SGLang, see `at`, or without one the installed one, if there is one."""
+        return cls.installed() if unpacked is None else cls.at(unpacked)
+
     def missing(self, need: Need) -> str | None:
         """Return one line if this SGLang lacks `need`, or `None`."""
         tree = self.tree(need.module)
         if tree is None:
             return f"needs sglang.{need.module}, which is not in SGLang {self.version}"
-        node: ast.AST = tree
-        for part in need.name.split("."):
-            definition = next((child for child in _definitions(node) if _name(child) == part), None)
-            if definition is None:
-                return f"needs {need.target}, which is not in SGLang {self.version}"
-            node = definition
+        node = _find(tree, need.name)
+        if node is None:
+            return f"needs {need.target}, which is not in SGLang {self.version}"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
             names = [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -272,11 +274,7 @@ class SglangSource:
 
     def definition(self, need: Need) -> str | None:
         """Return the source of a function or class, decorators included, as it stands in its file; `None` without."""
-        tree = self.tree(need.module)
-        node: ast.AST | None = tree
-        for part in need.name.split("."):
-            if node is not None:
-                node = next((child for child in _definitions(node) if _name(child) == part), None)
+        node = _find(self.tree(need.module), need.name)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return None
         first = min(item.lineno for item in (node, *node.decorator_list))
@@ -308,6 +306,13 @@ class SglangSource:
 def _installed(root: Path, number: str) -> SglangSource:
     """Each file of an installed SGLang is parsed once in a process."""
     return SglangSource(root, number)
+
+
+def _find(node: ast.AST | None, name: str) -> ast.AST | None:
+    """Return the definition of a dotted name in a module, if there is one."""
+    for part in name.split("."):
+        node = next((child for child in _definitions(node) if _name(child) == part), None) if node else None
+    return node
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:

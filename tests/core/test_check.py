@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
+from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.override import indexer_types
@@ -68,6 +69,19 @@ def test_json_has_the_same(model: Path, write_file: Callable[..., str], capsys: 
     assert report["source_layers"] == [0, 0, 0, 3, 3, 3]
     assert report["override"]["index_topk_pattern"] == PATTERN.roles
     assert report["problems"] == []
+
+
+@pytest.mark.parametrize("more", [[], ["--server-args", "--tp 2"]], ids=["model", "launch line"])
+def test_the_model_is_read_once(
+    more: list[str], model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of a hub id asks the hub, and a folder that changes between two reads was checked half and half."""
+    read: list[str] = []
+    monkeypatch.setattr(
+        checkpoint, "read_config", lambda name, own=checkpoint.read_config: read.append(name) or own(name)
+    )
+    assert main([PATTERN.roles, "--model", str(model), *more]) == 0
+    assert read == [str(model)]
 
 
 def test_letters_of_deepseek_v4_are_shown_with_their_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from sglang_indexcache.serving.launch_judge import family_in, judge, proven_firs
 from sglang_indexcache.sglang.asked import LaunchError
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.options import parser_of
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_v4_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 EIGHT = "--model-path zai-org/GLM-5-FP8 --tp 8"
@@ -106,7 +106,23 @@ def test_refusals_depend_on_pattern_and_family() -> None:
     [found] = verdicts(SHARED, DEEPSEEK_V4, on_cpu("--enable-hisparse"))
     assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
     file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
-    assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is DSA
+    assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is None
+
+
+def test_a_family_that_is_assumed_is_said_to_be(tmp_path: Path) -> None:
+    """Letters beside a hub id were judged as a DSA model's, whatever the model is, without a word."""
+    letters, line = PatternSpec.read("FSSF"), "--device cpu --enable-prefill-cp --cp-strategy interleave"
+    for model, family in (("deepseek-ai/DeepSeek-V4-Flash", None), (str(tmp_path / "v4"), DEEPSEEK_V4)):
+        (tmp_path / "v4").mkdir(exist_ok=True)
+        (tmp_path / "v4" / "config.json").write_text(json.dumps(tiny_v4_config()))
+        known = family_in(letters, model)
+        assert known is family
+        found = judge(letters.known(), known, Readings.of([*line.split(), "--model-path", model], None))
+        assert [note for note in found.notes if "taken for a DSA model" in note] == list(found.notes[1:])
+        assert (len(found.notes) == 2) == (known is None)
+        assert bool([why for why in found.problems if "on DeepSeek-V4" in why]) == (known is not None)
+    (tmp_path / "v4" / "config.json").write_text("{}")  # whoever serves it says what is wrong
+    assert family_in(letters, str(tmp_path / "v4")) is None
 
 
 def test_refusals_of_what_is_kept_while_prompts_are_read() -> None:
@@ -161,7 +177,8 @@ def test_the_command_answers_offline(capsys: pytest.CaptureFixture[str]) -> None
     assert check_main(["FSSFSS", "--server-args", line]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("counted in draft extend, extend, target verify passes")
-    assert [line.split(" (")[0] for line in lines[1:]] == [
+    assert lines[1].startswith("note: taken for a DSA model, since neither a pattern file nor a config.json at hand")
+    assert [line.split(" (")[0] for line in lines[2:]] == [
         "ran: tensor parallelism",
         "not run: all-to-all of experts",
         "ran: MTP/NextN, EAGLE",
@@ -180,7 +197,8 @@ def test_the_launcher_says_it_before_sglang_starts(
     launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--tp", "8", "--attn-cp-size", "2", "--device", "cpu"])
     notes = capsys.readouterr().err.splitlines()
     assert all(note.startswith("note from indexcache: ") for note in notes)
-    assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 3
+    assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 4
+    assert "taken for a DSA model" in notes[1]
     with pytest.raises(LaunchError, match="--enable-flexkv can't be combined with a pattern"):
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])

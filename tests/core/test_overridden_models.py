@@ -17,6 +17,7 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.override import to_sglang
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.override_flag import FLAG, merged
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
@@ -60,7 +61,7 @@ def made(name: str, folder: Path) -> PatternFile:
 def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
     """Check a server of a pattern file that was made for the model without overrides."""
     file = made(name, folder)
-    request = PatternRequest("x", file.as_pattern(), None if letters else file, allow)
+    request = PatternRequest("x", file.as_pattern(), None if letters else file, Asked(allow_mismatch=allow))
     check = Preflight(request, AnySglang(Path(), "0.0"))
     check.check(SimpleNamespace(model_path=str(folder), json_model_override_args=json.dumps(overrides)))
 

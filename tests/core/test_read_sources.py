@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from indexcache_dense.family import backends
+from indexcache_dense.selection import DEFAULT
+from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.checkpoint.environment import Environment, all_features
@@ -21,11 +23,11 @@ from sglang_indexcache.io.refusal import UNREAD_VARIABLE
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes, read_sources
-from sglang_indexcache.sglang.asked import split_arguments
+from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.probes import Need, SglangSource
 from sglang_indexcache.sglang.read_sources import READ, digest, never_run
 from sglang_indexcache.sglang.requested import request_of
-from tests.conftest import V4_LAYERS, tiny_config, tiny_v4_config
+from tests.conftest import V4_LAYERS, tiny_config, tiny_dense_config, tiny_v4_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang
 
 REPLACING = [feature for feature in all_features() if feature.reads]
@@ -62,7 +64,8 @@ def renamed(source: SglangSource, need: Need) -> SglangSource:
 def preflight(
     source: SglangSource, model: str, pattern: str, *, shard: bool = False, group: bool = True, allow: bool = False
 ) -> Any:
-    request = PatternRequest("here", Pattern.parse(pattern), shard=shard, group=group, allow_unread=allow)
+    asked = Asked(shard=shard, ungrouped=not group, allow_unread=allow)
+    request = PatternRequest("here", Pattern.parse(pattern), asked=asked)
     return Preflight(request, source).family_at(model)
 
 
@@ -182,6 +185,28 @@ def test_dense_models(backend: backends.Backend, newer: SglangSource, monkeypatc
     assert made == [stock]
 
 
+@pytest.mark.parametrize("backend", backends.BACKENDS, ids=lambda item: item.name)
+def test_the_check_speaks_of_the_backend_of_a_dense_model(
+    backend: backends.Backend, newer: SglangSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said nothing of it, and the server ended once it had loaded the model."""
+    need = backend.feature.reads[0]
+    folder, dense = str(changed(newer, need).root.parent), tiny_dense_config()
+    arguments = ["--sglang", folder, "--model", model(tmp_path, dense)]
+    pattern_file(Pattern("D" + "S" * (dense["num_hidden_layers"] - 1), DEFAULT), dense).save(tmp_path / "p.yaml")
+
+    def problems(*more: str) -> list[str]:
+        main([str(tmp_path / "p.yaml"), *arguments, "--json", *more])
+        found = json.loads(capsys.readouterr().out)["problems"]
+        return [line for line in found if "nobody here has read" in line and need.target in line]
+
+    assert len(problems()) == len(problems("--server-args", "--tp 1")) == 1  # SGLang may take any of them
+    for other in backends.BACKENDS:
+        named = problems("--server-args", f"--attention-backend {other.name}")
+        assert len(named) == (other is backend)
+    assert not problems("--server-args", "--indexcache-allow-unread-source")
+
+
 def requested() -> PatternRequest:
     request = request_of(SimpleNamespace())
     assert request is not None
@@ -194,7 +219,7 @@ def test_the_flag_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_INDEXCACHE_PATTERN", "FSF")
     for value, wanted in (("1", True), ("0", False)):
         monkeypatch.setenv(UNREAD_VARIABLE, value)
-        assert requested().allow_unread is wanted
+        assert requested().asked.allow_unread is wanted
     monkeypatch.setenv(UNREAD_VARIABLE, "yes")
     with pytest.raises(SystemExit):
         request_of(SimpleNamespace())

@@ -210,19 +210,19 @@ def test_modules_are_read_back() -> None:
     """What is not there, and what somebody else put there, is seen."""
     plain, in_blocks = indexer(), indexer()
     patch_indexers.install(modules(plain, None, in_blocks), Pattern.parse("FSFF+2q4+3q4"))  # layer 3 is elsewhere
-    assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
+    assert list(patch_indexers.read_back(modules(plain, None, in_blocks))[0]) == [IndexerSetting(layer=2, queries=4)]
     observed = [Observed(item, PREFILL, lambda *args: None) for item in (plain, in_blocks)]
-    assert list(patch_indexers.installed(modules(plain, None, in_blocks))) == [IndexerSetting(layer=2, queries=4)]
+    assert list(patch_indexers.read_back(modules(plain, None, in_blocks))[0]) == [IndexerSetting(layer=2, queries=4)]
     for item in observed:
         item.remove()
     for method in (PREFILL, DECODING):
         other = indexer()
         setattr(other, method, print)
         with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
-            list(patch_indexers.installed(modules(other)))
+            patch_indexers.read_back(modules(other))
     in_blocks._get_topk_paged = print  # type: ignore[assignment]
     with pytest.raises(ProofError, match="letter 0 selects by BlockSelection, builtin_function_or_method, expected"):
-        list(patch_indexers.installed(modules(in_blocks)))
+        patch_indexers.read_back(modules(in_blocks))
 
 
 def test_indexers_of_other_kinds_are_refused() -> None:

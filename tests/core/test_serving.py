@@ -28,6 +28,7 @@ from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mism
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import tiny_config
@@ -193,7 +194,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), shard=False, group=True)
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), asked=Asked())
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +252,7 @@ def test_a_layer_whose_indexer_runs_whatever_its_attribute_says_is_found() -> No
 
 def plan(proven: ProofHolder) -> SimpleNamespace:
     own = {"source": "deploy.yaml@1/3", "serves": True, "check_loaded": lambda: None}
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=proven, shard=False, **own)
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=proven, asked=Asked(), **own)
 
 
 def test_nothing_is_reported_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:

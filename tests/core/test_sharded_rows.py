@@ -122,10 +122,10 @@ def test_layers_that_share_out_rows_are_read_back() -> None:
     """F layers do, those in blocks as well, S layers don't."""
     found, pattern = modules(), Pattern.parse("FSFF+2q4")
     patch_indexers.install(found.items(), pattern)
-    assert patch_indexers.shared_rows(found.items()) == {}
+    assert patch_indexers.read_back(found.items())[1] == {}
     patch_indexers.share_rows(found.items(), pattern, Shards(0, 2, lambda every, own: None))
-    assert patch_indexers.shared_rows(found.items()) == {0: 2, 2: 2, 3: 2}
-    assert tuple(patch_indexers.installed(found.items())) == pattern.indexers
+    assert patch_indexers.read_back(found.items())[1] == {0: 2, 2: 2, 3: 2}
+    assert patch_indexers.read_back(found.items())[0] == pattern.indexers
     assert not hasattr(found[1].indexer, "__dict__") or PREFILL not in vars(found[1].indexer)
 
 
@@ -144,7 +144,7 @@ def test_what_can_not_share_out_rows() -> None:
     foreign = modules()
     vars(foreign[0].indexer)[PREFILL] = print
     with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
-        patch_indexers.shared_rows(foreign.items())
+        patch_indexers.read_back(foreign.items())
 
 
 def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:

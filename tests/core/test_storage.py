@@ -17,6 +17,7 @@ from sglang_indexcache.serving.launch_judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config
@@ -97,7 +98,7 @@ def test_servers_refuse_it_at_the_start_and_when_it_is_attached(
     backend: str, source: SglangSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
-    plan = Preflight(PatternRequest("here", Pattern("FSSFSS"), allow_unread=True), source)
+    plan = Preflight(PatternRequest("here", Pattern("FSSFSS"), asked=Asked(allow_unread=True)), source)
     arguments = SimpleNamespace(
         model_path=str(tmp_path), hicache_storage_backend=backend, hicache_storage_backend_extra_config=None
     )

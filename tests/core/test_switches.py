@@ -60,10 +60,10 @@ def test_indexers_are_shared_out_with_a_pattern_or_alone(
         arguments = SimpleNamespace()
         for _ in range(2):
             request = PatternRequest.of(requested(arguments))
-            assert (request.pattern, request.shard) == (pattern, True)
+            assert (request.pattern, request.asked.shard) == (pattern, True)
             amend(arguments, carried=request.carried)
     monkeypatch.delenv(SHARD_VARIABLE)
-    assert not PatternRequest.of(requested(SimpleNamespace())).shard
+    assert not PatternRequest.of(requested(SimpleNamespace())).asked.shard
     monkeypatch.delenv(PATTERN_VARIABLE)
     for variable in (SHARD_VARIABLE, CALIBRATE_VARIABLE):
         monkeypatch.setenv(variable, "1")
@@ -81,4 +81,4 @@ def test_queries_of_blocks_are_attended_from_together_unless_switched_off(monkey
         monkeypatch.setenv(GROUPING_VARIABLE, value)
         request = requested(SimpleNamespace())
         monkeypatch.setenv(GROUPING_VARIABLE, "1")
-        assert PatternRequest.of(request).group == grouped
+        assert PatternRequest.of(request).asked.ungrouped != grouped

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("requests")
 
-from sglang_indexcache.serving import warm_up
+from sglang_indexcache.serving import engines, warm_up
 from tests.http_stub import Answering, HttpStub
 
 
@@ -119,13 +119,17 @@ def test_embedding_models_get_none(server: Any) -> None:
         (SimpleNamespace(serves=True, pattern=SimpleNamespace(dense=False, is_full=False), selects_after=64), True),
     ],
 )
-def test_only_servers_whose_indexers_are_counted_get_one(plan: Any, sends: bool) -> None:
+def test_only_servers_whose_indexers_are_counted_get_one(
+    plan: Any, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "plan_of", lambda server_args: plan)
+
     def theirs(server_args: Any) -> bool:
         return True
 
     def wait_and_warmup(server_args: Any, launch_callback: Any = None, execute_warmup_func: Any = theirs) -> Any:
         return execute_warmup_func
 
-    found = warm_up._around(lambda args: plan, wait_and_warmup, server_args="args")
+    found = warm_up._around(wait_and_warmup, server_args="args")
     assert (found is not theirs) == sends
     assert not sends or found.args == (64, theirs)

@@ -32,6 +32,7 @@ from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import ProofHolder
 from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import TOPK, V4_LAYERS, random_tokens, tiny_engine, tiny_model, tiny_v4_config
 
@@ -337,7 +338,7 @@ def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> Non
 def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "all_ranks", lambda told: [told])
     monkeypatch.setattr(DeepseekV4Sglang, "switch", lambda *_: {}["gone"])
-    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=DEEPSEEK_V4, proven=ProofHolder(), shard=False)
+    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=DEEPSEEK_V4, proven=ProofHolder(), asked=Asked())
     with pytest.raises(ProofError, match="KeyError: 'gone'"):
         proof.prove(asked, loaded_model())
 

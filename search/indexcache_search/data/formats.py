@@ -18,7 +18,7 @@ from indexcache_search.data.chats import kind
 from indexcache_search.errors import DataError, NoRequestsError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
-from sglang_indexcache.io.other_kinds import is_pointer
+from sglang_indexcache.io.faults import is_pointer
 
 KINDS = {
     ".jsonl": "json",

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_indexcache.io.digest import CHUNK, Digest, Stamp, check_same, opened
+from sglang_indexcache.io.atomic import opened
+from sglang_indexcache.io.digest import CHUNK, Digest, Stamp, check_same
 from sglang_indexcache.io.errors import FileError
 
 _MAX_HEADER_BYTES = 100 << 20

@@ -12,8 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from indexcache_search.errors import FolderError
-from sglang_indexcache.io.atomic import read_regular, write_atomically
-from sglang_indexcache.io.digest import opened
+from sglang_indexcache.io.atomic import opened, read_regular, write_atomically
 from sglang_indexcache.io.errors import FileError
 from sglang_indexcache.pattern_file.result_folder import MARK
 from sglang_indexcache.version import version

@@ -52,9 +52,9 @@ def troubles(heads: int, arguments: Any) -> Iterator[HeadTrouble]:
         yield HeadTrouble(f"{heads} heads can't be shared out among {ranks} ranks of attention; expected {fits}", True)
         return
     own = heads // ranks
-    given = {step: _backend(arguments, step) for step in _OTHERS}
+    given = {step: getattr(arguments, f"dsa_{step}_backend") for step in _OTHERS}  # the kernels that are asked for
     for step, backend in given.items():
-        if backend is not None and backend in _TAKES and not _TAKES[backend][0](own):
+        if backend in _TAKES and not _TAKES[backend][0](own):
             yield HeadTrouble(_line(heads, own, step, backend, f"--dsa-{step}-backend {backend}"), True)
     eight_bits = str(getattr(arguments, "kv_cache_dtype", None) or "").startswith("fp8")
     if given["prefill"] is None and not eight_bits and not _TAKES[_DEFAULT][0](own):
@@ -79,9 +79,3 @@ def _attention_ranks(arguments: Any) -> int:
     if getattr(arguments, "enable_dp_attention", None):
         ranks //= data_parallel_ranks(arguments)
     return max(1, ranks // (getattr(arguments, "attn_cp_size", None) or 1))
-
-
-def _backend(arguments: Any, step: str) -> str | None:
-    """Return the kernel that is asked for."""
-    found = getattr(arguments, f"dsa_{step}_backend")
-    return None if found is None else str(found)

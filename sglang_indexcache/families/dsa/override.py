@@ -70,20 +70,14 @@ def read_spelling(config: Mapping[str, Any], num_layers: int) -> SpelledPattern:
     Raises:
         SpellingError: if the winning key has a wrong length, letter or type.
     """
-    contradictions, notes = [], []
     if (config.get(CLI_KEY) or 1) != 1:
         raise SpellingError(f"{CLI_KEY} is {config[CLI_KEY]}: LongCat's sharing is trained in and wins over patterns")
-    present = [key for key in (TYPES_KEY, PATTERN_KEY, FREQ_KEY) if config.get(key) is not None]
-    if not present:
+    found = _by_key(config, num_layers)
+    if not found:
         return SpelledPattern(Pattern.full(num_layers), None)
-    winner = present[0]
-    pattern = _read_key(config, winner, num_layers)
-    for key in present[1:]:
-        if key == FREQ_KEY and config[key] == 1:
-            continue  # says nothing: the default
-        other = _read_key(config, key, num_layers)
-        if other != pattern:
-            contradictions.append(f"{key} means {other}, {winner} {pattern}")
+    (winner, pattern), *others = found.items()
+    contradictions = [f"{key} means {other}, {winner} {pattern}" for key, other in others if other != pattern]
+    notes = []
     if winner == FREQ_KEY and config[FREQ_KEY] > 1 and pattern != Pattern.uniform(num_layers, config[FREQ_KEY]):
         uniform = Pattern.uniform(num_layers, config[FREQ_KEY])
         notes.append(f"{FREQ_KEY}={config[FREQ_KEY]} is {pattern}, not the paper's uniform {uniform}")
@@ -92,8 +86,6 @@ def read_spelling(config: Mapping[str, Any], num_layers: int) -> SpelledPattern:
 
 def meanings(overrides: Mapping[str, Any], num_layers: int) -> dict[str, Pattern]:
     """Read each sharing key of model overrides on its own, since engines differ in which one wins.
-
-    A freq of 1 beside another key is left out, since it says nothing.
 
     Returns:
         What `indexer_types`, `index_topk_pattern` and `index_topk_freq` (with its offset) mean, where they are given.
@@ -108,12 +100,17 @@ def meanings(overrides: Mapping[str, Any], num_layers: int) -> dict[str, Pattern
             raise SpellingError(
                 f"{nested} stands in {outer}, where it is not read on these models; expected it outside"
             )
-    given = [key for key in (TYPES_KEY, PATTERN_KEY, FREQ_KEY) if overrides.get(key) is not None]
-    if overrides.get(OFFSET_KEY) is not None and FREQ_KEY not in given:
+    if overrides.get(OFFSET_KEY) is not None and overrides.get(FREQ_KEY) is None:
         raise SpellingError(f"{OFFSET_KEY} says nothing without {FREQ_KEY}; expected both or none")
-    if len(given) > 1 and overrides.get(FREQ_KEY) == 1:
+    return _by_key(overrides, num_layers)
+
+
+def _by_key(config: Mapping[str, Any], num_layers: int) -> dict[str, Pattern]:
+    """Read the sharing keys that are given; a freq of 1 beside another key is left out, since it says nothing."""
+    given = [key for key in (TYPES_KEY, PATTERN_KEY, FREQ_KEY) if config.get(key) is not None]
+    if len(given) > 1 and config.get(FREQ_KEY) == 1:
         given.remove(FREQ_KEY)
-    return {key: _read_key(overrides, key, num_layers) for key in given}
+    return {key: _read_key(config, key, num_layers) for key in given}
 
 
 def _read_key(config: Mapping[str, Any], key: str, num_layers: int) -> Pattern:

@@ -125,6 +125,11 @@ class DenseGqaSglang(SglangAdapter):
         """See `SglangAdapter.needed`; what selects by each step's own attention needs no more than `serving`."""
         return (*super().needed(pattern), *([KEEPING] if _keeps(pattern) else []))
 
+    def in_backends(self, arguments: Any) -> tuple[Feature, ...]:
+        """See `SglangAdapter.in_backends`; SGLang takes any of them where none is named."""
+        named = {arguments.attention_backend, arguments.decode_attention_backend} - {None}
+        return tuple(item.feature for item in BACKENDS if not named or item.name in named)
+
     def combinations(self) -> tuple[Combination, ...]:
         """See `SglangAdapter.combinations`."""
         return _COMBINATIONS

@@ -61,16 +61,6 @@ class BlocksAdapter(DsaSglang):
 
         patch_indexers.share_rows(self.modules(runner.model), pattern, shards_of_this_rank())
 
-    def shared_rows(self, model: Any) -> Mapping[int, int]:
-        """Read from the loaded model over how many ranks each of its layers shares out rows; others are left out.
-
-        Raises:
-            ProofError: if an indexer does not show it.
-        """
-        from sglang_indexcache.families.dsa.blocks import patch_indexers
-
-        return patch_indexers.shared_rows(self.modules(model))
-
     def captured(self, runner: Any, pattern: Pattern) -> None:
         """See `SglangAdapter.captured`; prompts must attend through a kernel that leaves out -1."""
         if pattern.indexers:
@@ -104,15 +94,18 @@ class BlocksAdapter(DsaSglang):
         found = grouped.placed(_prefill_backend(runner))
         return () if found is None else tuple(sorted(found.selecting))
 
-    def indexers(self, model: Any) -> tuple[IndexerSetting, ...]:
+    def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int]]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.
+
+        Returns:
+            Those layers, and for each layer that shares out rows over how many ranks.
 
         Raises:
             ProofError: if an indexer does not show it.
         """
         from sglang_indexcache.families.dsa.blocks import patch_indexers
 
-        return tuple(patch_indexers.installed(self.modules(model)))
+        return patch_indexers.read_back(self.modules(model))
 
 
 def with_blocks(adapter: SglangAdapter) -> BlocksAdapter | None:

@@ -117,11 +117,8 @@ def place(backend: Any, pattern: Pattern, heads: Mapping[int, int]) -> None:
     Raises:
         ProofError: if the result of FlashMLA is not what was read.
     """
-    selecting = {
-        layer: found
-        for layer, found in selecting_in_blocks(pattern).items()
-        if layer in heads and _is_padded(heads[layer])
-    }
+    padded = {layer for layer, count in heads.items() if count < _TILE and _TILE % count == 0}  # by SGLang
+    selecting = {layer: found for layer, found in selecting_in_blocks(pattern).items() if layer in padded}
     if not selecting or getattr(backend, "dsa_prefill_impl", None) not in _GROUPED or placed(backend) is not None:
         return
     device = torch.device(backend.device)
@@ -151,11 +148,6 @@ def selecting_in_blocks(pattern: Pattern) -> dict[int, int]:
         if last in in_blocks:
             found[layer] = last
     return found
-
-
-def _is_padded(heads: int) -> bool:
-    """Return whether SGLang pads the heads of a query."""
-    return heads < _TILE and _TILE % heads == 0
 
 
 def flash_mla_on(device: torch.device) -> Attend | None:

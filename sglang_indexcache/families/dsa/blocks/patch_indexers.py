@@ -75,24 +75,16 @@ def _check_patchable(layer: int, indexer: Any, doing: str) -> None:
         raise ProofError(f"letter {layer} always selects the first or last tokens, so it can't {doing}")
 
 
-def installed(modules: Modules) -> Iterator[IndexerSetting]:
-    """Yield the layers whose indexers select in blocks, read from the attention modules.
+def read_back(modules: Modules) -> tuple[tuple[IndexerSetting, ...], dict[int, int]]:
+    """Read from the attention modules which layers select in blocks, and over how many ranks layers share out rows.
 
     Raises:
         ProofError: if something else replaced the indexers' methods.
     """
-    for layer, placed in _placed(modules):
-        if isinstance(placed, BlockSelection):
-            yield IndexerSetting(layer=layer, queries=placed.queries)
-
-
-def shared_rows(modules: Modules) -> dict[int, int]:
-    """Return over how many ranks each layer shares out rows, read from the attention modules; others are left out.
-
-    Raises:
-        ProofError: if something else replaced the indexers' methods.
-    """
-    return {layer: placed.shards.ranks for layer, placed in _placed(modules) if placed.shards.ranks > 1}
+    placed = dict(_placed(modules))
+    in_blocks = {layer: found for layer, found in placed.items() if isinstance(found, BlockSelection)}
+    indexers = tuple(IndexerSetting(layer=layer, queries=found.queries) for layer, found in in_blocks.items())
+    return indexers, {layer: found.shards.ranks for layer, found in placed.items() if found.shards.ranks > 1}
 
 
 def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:
