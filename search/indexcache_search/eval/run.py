@@ -125,7 +125,7 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
     rows: list[SpeedRow] = []
     failure = None
     with bar(job.console) as progress:
-        unswitched = Unswitched(addresses)
+        unswitched = Unswitched(addresses, partial(warn, job.console))
         task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
         compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
         unswitched.check()
