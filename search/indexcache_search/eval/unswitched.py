@@ -66,9 +66,9 @@ def _says(address: Address) -> bool | None:
         found = servers.ranks(address)
     except ServerError:  # another program's; who needs it to answer says so
         return False
-    return (
-        True if any(rank.calibration for rank in found) else None if any(not rank.served for rank in found) else False
-    )
+    if any(rank.calibration for rank in found):
+        return True
+    return False if all(rank.served for rank in found) else None
 
 
 def _unknown(address: Address) -> str:
