@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from indexcache_search.console import messages
+from indexcache_search.data import COMPARED, JUDGED, SEARCHED, SEARCHED_IN_TIME
 from indexcache_search.data.packing import Wish
 from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.engines.settings import RunSettings
@@ -110,8 +111,8 @@ def search(
             calibration=sources,
             evaluation=sources if evaluation is None else _sources(evaluation),
             seq_len=seq_len,
-            num_sequences=_or_wish(num_sequences, 32 if prefill is None else 64),
-            num_eval_sequences=_or_wish(num_eval_sequences, 32),
+            num_sequences=Wish.unless(num_sequences, SEARCHED if prefill is None else SEARCHED_IN_TIME),
+            num_eval_sequences=Wish.unless(num_eval_sequences, JUDGED),
             seed=seed,
             reply=reply,
             rows=rows,
@@ -193,7 +194,7 @@ def evaluate(
         data=ComparisonData(
             sources=_sources(evaluation),
             seq_len=seq_len,
-            sequences=_or_wish(num_sequences, 144),
+            sequences=Wish.unless(num_sequences, COMPARED),
             tasks=tuple(tasks),
             reply=reply,
             rows=rows,
@@ -264,8 +265,3 @@ def _sources(given: Source | Sequence[Source]) -> tuple[str, ...]:
 def _retentions(given: Retentions) -> tuple[Fraction, ...]:
     words = given.split(",") if isinstance(given, str) else [given] if isinstance(given, Fraction) else given
     return tuple(dict.fromkeys(parse_retention(str(word)) for word in words))
-
-
-def _or_wish(given: int | None, default: int) -> int:
-    """Return a number that was asked for, or one that a source may have fewer of."""
-    return Wish(default) if given is None else given

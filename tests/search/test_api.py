@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import indexcache_search
-from indexcache_search import RunSettings, apply, evaluate, search
+from indexcache_search import Budget, RunSettings, apply, data, evaluate, search
+from indexcache_search.cli.evaluate import evaluate as compare
 from indexcache_search.cli.search import search as command
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from tests.conftest import LAYERS, TOPK, VOCAB, save_model, tiny_config, tiny_model
@@ -154,3 +156,32 @@ def test_no_module_takes_the_place_of_a_function() -> None:
     assert all(callable(getattr(indexcache_search, name)) for name in indexcache_search.__all__)
     with pytest.raises(AttributeError, match="no attribute 'find'"):
         indexcache_search.find  # noqa: B018
+
+
+@pytest.mark.parametrize(("number", "blocks"), [(3, False), (5, True)])
+def test_a_default_number_of_sequences_is_one_for_python_and_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, blocks: bool
+) -> None:
+    """Each stood twice, and in the help a third time, so that one of them could be changed alone."""
+    asked: list[Any] = []
+    monkeypatch.setattr("indexcache_search.searching.run.run", lambda job: asked.append(job.data) or sys.exit())
+    name = "SEARCHED_IN_TIME" if blocks else "SEARCHED"
+    for module in ("indexcache_search.api", "indexcache_search.cli.search"):
+        monkeypatch.setattr(f"{module}.{name}", number)
+        monkeypatch.setattr(f"{module}.JUDGED", number + 1)
+    with pytest.raises(SystemExit):
+        prefill = Budget(0.5, 131_072) if blocks else None
+        search(model="m", calibration="c", output=tmp_path, prefill=prefill)
+    given = ["--model", "m", "--calibration", "c", "--output", str(tmp_path)]
+    invoke(command, [*given, *(["--prefill", "0.5"] if blocks else [])])
+    assert [(data.num_sequences, data.num_eval_sequences) for data in asked] == [(number, number + 1)] * 2
+
+
+def test_help_and_the_reference_say_the_default_numbers_of_sequences() -> None:
+    text = " ".join(invoke(command, ["--help"]).output.split())
+    assert f"Default: {data.SEARCHED}, with --prefill {data.SEARCHED_IN_TIME}." in text
+    assert f"Held-out sequences. Default: {data.JUDGED}, for the demo" in text
+    compared = " ".join(invoke(compare, ["--help"]).output.split())
+    assert f"Sequences, of all sources together. Default: {data.COMPARED}, for the demo" in compared
+    assert f"by default {data.SEARCHED}, of which" in str(search.__doc__)
+    assert f"by default {data.COMPARED}, of which" in str(evaluate.__doc__)

@@ -93,6 +93,28 @@ def test_an_interval_of_three_sequences_misses_the_truth_one_time_in_twenty() ->
     assert missed / 2_000 < 0.06 and narrow / 2_000 > 0.15
 
 
+@pytest.mark.parametrize("first", [2, 3, 4, 16])
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_a_mean_over_sources_is_off_one_time_in_twenty_though_one_has_few(first: int, spread: float) -> None:
+    """With the degrees of freedom of all sources together it would be, one time in four at 2 and 30 sequences."""
+    rng = np.random.default_rng(100 + first)
+    data, tokens, missed, rounds = token_set([0] * first + [1] * (32 - first)), [1] * 32, 0, 2_000
+    for _ in range(rounds):
+        values = np.concatenate([rng.normal(1.0, spread, first), rng.normal(1.0, 1.0, 32 - first)])
+        found = estimates.loss(evaluation(values.tolist(), tokens), data)
+        missed += not found.low <= 1.0 <= found.high
+        assert min(first - 1, 31 - first) <= found.degrees <= 30
+    assert missed / rounds < 0.065
+
+
+def test_degrees_of_freedom_of_sources_that_do_not_differ_are_the_fewest() -> None:
+    data, tokens = token_set([0] * 4 + [1] * 6), [1] * 10
+    assert estimates.loss(evaluation([2.0] * 10, tokens), data).degrees == 3
+    assert estimates.loss(evaluation([math.nan, *range(9)], tokens), data).degrees == 3  # as of a broken server
+    even = estimates.loss(evaluation([1.0, 2.0, 3.0, 4.0] * 2, tokens[:8]), token_set([0] * 4 + [1] * 4))
+    assert even.degrees == 6
+
+
 @pytest.mark.parametrize(("number", "settled"), [(2, False), (5, False), (6, True)])
 def test_equal_values_are_evidence_if_they_are_many(number: int, settled: bool) -> None:
     """They have no spread, which says nothing of the spread that others would have."""

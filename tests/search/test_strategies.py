@@ -20,10 +20,10 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.judge import Judge
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
-from indexcache_search.strategies.dynamic_program import cheapest_segments
 from indexcache_search.strategies.exhaustive import count_patterns, every_pattern, layers_to_run
 from indexcache_search.strategies.greedy import greedy
 from indexcache_search.strategies.lazy import Lazy, LazyFlips
+from indexcache_search.strategies.similarity import cheapest_segments
 from indexcache_search.strategies.swaps import improve, last_check, swap_line
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from sglang_indexcache import Pattern

@@ -22,10 +22,13 @@ class Completing(Stub):
 
     def __init__(self) -> None:
         self.completed = 0
+        self.states: list[dict[str, Any]] | None = None  # in `/server_info`; by default those of `Stub`
         self.meanwhile: Callable[[], object] = lambda: None
         super().__init__()
 
     def read(self, path: str) -> tuple[int, Any]:
+        if path == "/server_info" and self.states is not None:
+            return 200, {"internal_states": self.states}
         return (200, {"data": [{"id": "stub"}]}) if path == "/v1/models" else super().read(path)
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
@@ -100,3 +103,34 @@ def test_other_servers_are_not_asked_anything(server: Completing) -> None:
     assert plain.asked == []
     plain.http.shutdown()
     plain.http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (None, "is a calibration server of an older sglang-indexcache, which a search may switch"),
+        ((401, None), "answers 401 to the question whether it is a calibration server of an older sglang-indexcache"),
+        ((200, "?"), "is a calibration server of an older sglang-indexcache, which a search may switch"),
+        ((404, None), None),
+    ],
+    ids=["older", "no key", "another form", "plain SGLang"],
+)
+def test_what_a_server_that_says_nothing_may_be_is_one_line(
+    server: Completing, tmp_path: Path, answer: tuple[int, Any] | None, line: str | None
+) -> None:
+    """Before `/server_info` said that a server is one for calibration, it was compared without a word."""
+    server.states = [{}]
+    server.fail = lambda path: answer if path == "/indexcache/status" else None
+    result = compared(server, tmp_path)
+    assert result.exit_code == 0, result.output
+    said = [item for item in result.stderr.splitlines() if "so whether its pattern stays can't be told" in item]
+    assert [item.partition(f"{server.url}: ")[2] for item in said] == (
+        [] if line is None else [f"{line}, so whether its pattern stays can't be told"]
+    )
+
+
+def test_a_server_with_a_pattern_of_its_own_is_not_asked(server: Completing) -> None:
+    server.states = [{"indexcache": {"fingerprint": "1" * 64}}]
+    lines = list[str]()
+    Unswitched([Address.of(server.url)], lines.append).check()
+    assert (lines, server.asked) == ([], [])

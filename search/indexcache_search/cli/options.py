@@ -14,6 +14,7 @@ from indexcache_search.cli.bounded import BATCH, SEED, SEQUENCES, TOKENS, TWO_TO
 from indexcache_search.cli.command import number, option, settings
 from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import extra_option
+from indexcache_search.data import JUDGED
 from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import IndexCacheError
@@ -148,7 +149,7 @@ SeqLen = Annotated[
     ),
 ]
 Length = Annotated[int, number("Tokens of a sequence.", TOKENS)]
-NumEvalSequences = Annotated[int | None, number("Held-out sequences. Default: 32.", SEQUENCES)]
+NumEvalSequences = Annotated[int | None, number(f"Held-out sequences. Default: {JUDGED}.", SEQUENCES)]
 Reply = Annotated[
     int | None,
     number(

@@ -26,6 +26,7 @@ from indexcache_search.cli.config import server_flags
 from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import example_of
 from indexcache_search.console import results
+from indexcache_search.data import JUDGED, SEARCHED, SEARCHED_IN_TIME
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of
@@ -172,10 +173,13 @@ def search(
     ] = None,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
-        int | None, number("Sequences, of all sources together. Default: 32, with --prefill 64.", SEQUENCES)
+        int | None,
+        number(
+            f"Sequences, of all sources together. Default: {SEARCHED}, with --prefill {SEARCHED_IN_TIME}.", SEQUENCES
+        ),
     ] = None,
     num_eval_sequences: Annotated[
-        int | None, number(f"Held-out sequences. Default: 32, for the demo {demo.SEQUENCES}.", SEQUENCES)
+        int | None, number(f"Held-out sequences. Default: {JUDGED}, for the demo {demo.SEQUENCES}.", SEQUENCES)
     ] = None,
     reply: options.Reply = None,
     seed: options.Seed = 0,
@@ -269,8 +273,8 @@ def search(
                 evaluation=tuple(evaluation or calibration),
                 seq_len=seq_len or (512 if is_demo else None),
                 seed=seed,
-                num_sequences=num_sequences or Wish(32 if prefill is None else 64),
-                num_eval_sequences=num_eval_sequences or Wish(demo.SEQUENCES if is_demo else 32),
+                num_sequences=Wish.unless(num_sequences, SEARCHED if prefill is None else SEARCHED_IN_TIME),
+                num_eval_sequences=Wish.unless(num_eval_sequences, demo.SEQUENCES if is_demo else JUDGED),
                 reply=reply,
                 rows=row_options,
             ),

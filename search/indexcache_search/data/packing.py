@@ -36,6 +36,11 @@ _TOKEN = np.dtype([("token", np.int32), ("counts", np.bool_), ("begins", np.bool
 class Wish(int):
     """A number of sequences that nobody asked for: of a source that has fewer, these are taken."""
 
+    @classmethod
+    def unless(cls, asked: int | None, default: int) -> int:
+        """Return the number that was asked for, else a wish."""
+        return cls(default) if asked is None else asked
+
 
 @dataclass(frozen=True)
 class _Sequence:

@@ -25,13 +25,13 @@ _Word = Annotated[str, Field(pattern=r"^[ -~]{1,200}$"), AfterValidator(redacted
 _Token = tuple[_Number, Count, Any]  # logprob, id, text
 
 
-class _Frozen(BaseModel):
+class Answer(BaseModel):
     """Base of answers. Unknown fields are ignored, since SGLang adds some with every version."""
 
     model_config = {"frozen": True}
 
 
-class Rank(_Frozen):
+class Rank(Answer):
     """Answer of one data-parallel rank to a control request: its state, and the requested data.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rank(_Frozen):
 OneRank = TypeVar("OneRank", bound=Rank)
 
 
-class Ranks(_Frozen, Generic[OneRank]):
+class Ranks(Answer, Generic[OneRank]):
     """Answers with one entry per data-parallel rank."""
 
     ranks: list[OneRank]
@@ -92,7 +92,7 @@ class Ranks(_Frozen, Generic[OneRank]):
         return ranks
 
 
-class LeaseState(_Frozen):
+class LeaseState(Answer):
     """Answer about the lease of a server.
 
     Attributes:
@@ -129,12 +129,12 @@ class Status(Ranks[Rank]):
     lease: SeenLease | None = None
 
 
-class _Meta(_Frozen):
+class _Meta(Answer):
     input_token_logprobs: list[_Token]
     input_top_logprobs: list[list[_Token] | None]
 
 
-class Generated(_Frozen):
+class Generated(Answer):
     """Answer of `/generate` to one prompt."""
 
     meta_info: _Meta

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from indexcache_search.engines.answers import Answer
 from indexcache_search.errors import SearchError
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import StatusError, encoded
@@ -28,28 +29,22 @@ _PATH = "/generate"
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 32  # an event repeats all ids and text before it
 
 
-class _Part(BaseModel):
-    """A part of an event; unknown fields are ignored."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class _Finish(_Part):
+class _Finish(Answer):
     type: str
     message: str = ""
 
 
-class _Meta(_Part):
+class _Meta(Answer):
     completion_tokens: Count
     cached_tokens: Count = 0
     finish_reason: _Finish | None = None
 
 
-class _Error(_Part):
+class _Error(Answer):
     message: str
 
 
-class _Event(_Part):
+class _Event(Answer):
     meta_info: _Meta | None = None
     error: _Error | None = None
 

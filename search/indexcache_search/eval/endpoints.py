@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AllowInfNan, Field, TypeAdapter
 
+from indexcache_search.engines.answers import Answer
 from indexcache_search.errors import SearchError
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import StatusError, ask
@@ -21,36 +22,30 @@ _Logprob = Annotated[float, AllowInfNan(False), Field(le=ROUNDING)]
 _Answer = TypeVar("_Answer")
 
 
-class _ResponsePart(BaseModel):
-    """A part of a response; unknown fields are ignored."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class _Model(_ResponsePart):
+class _Model(Answer):
     id: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Models(_ResponsePart):
+class _Models(Answer):
     data: Annotated[list[_Model], Field(min_length=1)]
 
 
-class _Logprobs(_ResponsePart):
+class _Logprobs(Answer):
     token_logprobs: list[_Logprob | None]
     top_logprobs: list[dict[str, _Logprob] | None]
     tokens: list[str] | None = None
 
 
-class _CompletionChoice(_ResponsePart):
+class _CompletionChoice(Answer):
     text: str = ""
     logprobs: _Logprobs | None = None
 
 
-class _Usage(_ResponsePart):
+class _Usage(Answer):
     prompt_tokens: Count | None = None
 
 
-class _Completion(_ResponsePart):
+class _Completion(Answer):
     choices: Annotated[list[_CompletionChoice], Field(min_length=1, max_length=1)]
     usage: _Usage | None = None
 

@@ -97,8 +97,9 @@ def task_tables(result: ComparisonResult, width: int) -> list[Table]:
         for task in tasks:
             value, change = row.by_source[task].generated, row.by_source[task].generated_change
             assert value is not None and change is not None
-            error = "" if change.stderr is None else f" ±{change.stderr:.3f}"
-            cells.append(f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({change.mean:+.3f}{error})"))
+            cells.append(
+                f"{value.mean:.3f}" + ("" if row.kind == BASELINE else f" ({tables.with_error(change, '+.3f')})")
+            )
         lines.append(cells)
     return tables.fitted("Generated tasks: share of the answers given (change from the baseline)", lines, 1, width)
 

@@ -26,6 +26,7 @@ from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
+from indexcache_search.results import speed_table, tables
 from indexcache_search.results.held_out import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
 from indexcache_search.strategies.budget.layers import Prices
@@ -125,7 +126,7 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
     rows: list[SpeedRow] = []
     failure = None
     with bar(job.console) as progress:
-        unswitched = Unswitched(addresses)
+        unswitched = Unswitched(addresses, partial(warn, job.console))
         task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
         compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
         unswitched.check()
@@ -188,8 +189,6 @@ def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, co
 
 def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
     """Print the tables, the findings, and the names of the files."""
-    from indexcache_search.results import speed_table, tables
-
     for table in tables.terminal_tables(comparison.held_out, out.width):
         out.print(table)
     if line := tables.speed_line(comparison.held_out):

@@ -1,9 +1,16 @@
-"""Servers that are compared must keep their pattern meanwhile: a search switches that of a calibration server."""
+"""Servers that are compared must keep their pattern meanwhile: a search switches that of a calibration server.
+
+`/server_info` says that a server is one, but of earlier versions it says nothing. So an SGLang server that names no
+pattern is asked for the status of one, too, which others have not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import STATUS, Status
 from indexcache_search.engines.lease import held_by
@@ -15,6 +22,7 @@ from sglang_indexcache.http.client import ServerError, StatusError, ask
 from sglang_indexcache.io.redaction import KEY_VARIABLE
 
 SECONDS = 60.0  # for an answer: the server may be reading a long prompt
+_ANY: TypeAdapter[Any] = TypeAdapter(Any)
 _Switches = list[tuple[int, str, int]]
 
 
@@ -23,16 +31,20 @@ class Unswitched:
 
     Args:
         addresses: of the servers, with or without `/v1`.
+        notice: hears of a server of which it can't be told whether its pattern stays.
 
     Raises:
         SearchError: if a search holds the lease of one, or nobody can say.
     """
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, addresses: Sequence[Address], notice: Callable[[str], None] = lambda line: None) -> None:
         self._found: dict[Address, _Switches] = {}
         for address in dict.fromkeys(item.without("/v1") for item in addresses):
-            if _is_calibration(address):
+            says = _says(address)
+            if says:
                 self._found[address] = _switches(address)
+            elif says is None and (unknown := _unknown(address)):
+                notice(f"{address}: {unknown}, so whether its pattern stays can't be told")
 
     def check(self) -> None:
         """Check that nobody has switched one since.
@@ -48,12 +60,28 @@ class Unswitched:
                 )
 
 
-def _is_calibration(address: Address) -> bool:
-    """Return whether a server says that it is a calibration server."""
+def _says(address: Address) -> bool | None:
+    """Return whether a server says that it is a calibration server; `None` of SGLang that names no pattern."""
     try:
-        return any(rank.calibration for rank in servers.ranks(address))
+        found = servers.ranks(address)
     except ServerError:  # another program's; who needs it to answer says so
         return False
+    if any(rank.calibration for rank in found):
+        return True
+    return False if all(rank.served for rank in found) else None
+
+
+def _unknown(address: Address) -> str:
+    """Say what a server that names no pattern may be; empty if it is none whose pattern is switched."""
+    try:
+        ask(address, protocol.path(protocol.STATUS), _ANY, {"dp_rank": None}, seconds=SECONDS)
+    except StatusError as error:
+        if error.code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+            return ""
+        return f"answers {error.code} to the question whether it is a calibration server of an older sglang-indexcache"
+    except ServerError:
+        return "gives no answer to the question whether it is a calibration server of an older sglang-indexcache"
+    return "is a calibration server of an older sglang-indexcache, which a search may switch"
 
 
 def _switches(address: Address) -> _Switches:

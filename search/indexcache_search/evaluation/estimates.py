@@ -11,6 +11,7 @@ How far a mean may be off is said here alone, by Student's t: every verdict asks
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,7 @@ from indexcache_search.evaluation.losses import Losses
 
 CONFIDENCE = 2.0  # standard errors, of many sequences, within which a mean is known: 95 % of the time, on both sides
 EQUAL = 6  # observations that are all the same and not 0 say that the mean is not: as unlikely as 2 / 2**6 = 3 %
+_TRUSTED = 3  # degrees of freedom of a source from which on its spread counts, where several are averaged
 _ROUNDING = 1e-9  # share of a mean by which values differ that are meant to be the same
 
 
@@ -32,7 +34,7 @@ class Estimate:
     Attributes:
         mean: the mean.
         stderr: its standard error; `None` if there are too few sequences.
-        degrees: degrees of freedom of `stderr`: sequences that differ, less one of each source; 0 if unknown.
+        degrees: degrees of freedom of `stderr`: of one source, sequences that differ, less one; 0 if unknown.
     """
 
     mean: float
@@ -98,7 +100,21 @@ def _mean(sums: NDArray[np.float64], evaluation: Losses, data: TokenSet, source:
     if len(known) < len(parts):
         return Estimate(mean, None)
     error = math.sqrt(math.fsum(error**2 for error in known)) / len(known)
-    return Estimate(mean, error, sum(part.degrees for part in parts))
+    return Estimate(mean, error, _together(known, [part.degrees for part in parts]))
+
+
+def _together(errors: Sequence[float], degrees: Sequence[int]) -> int:
+    """Return the degrees of freedom of a mean over sources, rounded down: by Welch and Satterthwaite.
+
+    Their approximation trusts how little a few sequences happen to differ. So where a source has fewer than four, that
+    source's own count, the least that is possible.
+    """
+    least, most = min(degrees), max(errors)
+    if len(degrees) == 1 or least < _TRUSTED or not 0 < most < math.inf:
+        return least
+    variances = [(error / most) ** 2 for error in errors]
+    parts = math.fsum(variance**2 / number for variance, number in zip(variances, degrees, strict=True))
+    return math.floor(math.fsum(variances) ** 2 / parts + _ROUNDING)
 
 
 def over(values: NDArray[np.float64], copies: NDArray[np.int64] | None = None) -> Estimate:

@@ -83,6 +83,12 @@ class _Panel:
         speed = point.speeds[context]
         return speed.low, speed.value, speed.high
 
+    def speed(self, point: Point, context: int | None) -> float:
+        """Return the value on the axis of speeds, of a point that is shown."""
+        place = self.place(point, context)
+        assert place is not None
+        return place[1]
+
     def across(self, value: float) -> float:
         return round(float(self.axes.transData.transform((value, 0.0))[0]), 1)
 
@@ -98,10 +104,9 @@ class _Panel:
         self.axes.axhline(ALLOWANCE, color=GREEN, linewidth=1.2, linestyle=(0, (4, 3)), gid=f"{self.name}-limit")
         if self.source is None:
             best = self.frontier.best(self.contexts[-1])
-            places = [self.place(point, self.contexts[-1]) or (0.0,) * 3 for point in best]
+            speeds = [self.speed(point, self.contexts[-1]) for point in best]
             losses = [self.loss(point).mean for point in best]
-            name = f"{self.name}-line"
-            self.axes.plot([place[1] for place in places], losses, color=GREY, linewidth=1.2, alpha=0.6, gid=name)
+            self.axes.plot(speeds, losses, color=GREY, linewidth=1.2, alpha=0.6, gid=f"{self.name}-line")
         for number, point in enumerate(self.frontier.points):
             self._draw_point(f"{self.name}-{number}", point)
         if self.source is None:
@@ -171,9 +176,7 @@ class _Panel:
 
     def _centre(self, point: Point) -> tuple[float, float]:
         """Return where a point's mark is."""
-        place = self.place(point, self.contexts[-1])
-        assert place is not None
-        return self.across(place[1]), self.up(self.loss(point).mean)
+        return self.across(self.speed(point, self.contexts[-1])), self.up(self.loss(point).mean)
 
     def _around(self, point: Point) -> tuple[float, float, float, float]:
         """Return the box of a point's mark: left, top, right, bottom."""
@@ -182,11 +185,9 @@ class _Panel:
 
     def _write(self, gid: str, point: Point, right: bool, above: bool) -> None:
         """Write a point's name beside it."""
-        place = self.place(point, self.contexts[-1])
-        assert place is not None
         self.axes.annotate(
             plain(point.names[0]),
-            (place[1], self.loss(point).mean),
+            (self.speed(point, self.contexts[-1]), self.loss(point).mean),
             (6 if right else -6, 9 if above else -10),
             textcoords="offset points",
             ha="left" if right else "right",
@@ -212,11 +213,10 @@ class _Panel:
         )  # fmt: skip
 
     def _line(self, context: int | None) -> str:
-        corners = []
-        for point in self.frontier.best(context):
-            place = self.place(point, context)
-            assert place is not None
-            corners.append(f"{self.across(place[1])} {self.up(self.loss(point).mean)}")
+        corners = [
+            f"{self.across(self.speed(point, context))} {self.up(self.loss(point).mean)}"
+            for point in self.frontier.best(context)
+        ]
         return "M " + " L ".join(corners)
 
     def _label(self) -> str:

@@ -36,7 +36,7 @@ def environment() -> jinja2.Environment:
         "less_likely": less_likely,
         "infinity": math.inf,
     }
-    found.filters |= {"tokens": tables.tokens, "short": short, "signed": signed, "counted": counted}
+    found.filters |= {"tokens": tables.tokens, "short": tables.short, "signed": signed, "counted": counted}
     return found
 
 
@@ -100,11 +100,6 @@ def spelt(point: Point) -> str | None:
     return f"--indexcache-pattern {point.pattern}"
 
 
-def short(source: str) -> str:
-    """Return the last part of a source's name."""
-    return source.removeprefix("demo:").rsplit("/", 1)[-1]
-
-
 def signed(nats: float) -> str:
     """Format a loss."""
     return f"{nats:+.3f}"
@@ -131,7 +126,7 @@ def _spoken(frontier: Frontier, point: Point) -> str:
     """Describe a point in one line, for those who can't see it."""
     if not point.finite:
         return f"{point.name}: its loss is no number"
-    return f"{point.name}: {signed(point.worst.mean)} nats a token on {short(point.hardest)}"
+    return f"{point.name}: {signed(point.worst.mean)} nats a token on {tables.short(point.hardest)}"
 
 
 def _rank(frontier: Frontier, point: Point) -> tuple[float, float]:

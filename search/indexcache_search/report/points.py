@@ -121,12 +121,8 @@ class Frontier:
 
 def estimated(held_out: HeldOut) -> Frontier | None:
     """Return the patterns of a table with the speeds that its prices give; see `_whole`."""
-    groups = _groups(held_out)
-    if held_out.prices is None:
-        return _whole(
-            held_out, Frontier(points=tuple(_point(rows, {}) for rows in groups), sources=tuple(held_out.sources))
-        )
-    speeds, error = _estimates([rows[0] for rows in groups], held_out.prices)
+    groups, prices = _groups(held_out), held_out.prices
+    speeds, error = _estimates([rows[0] for rows in groups], prices)
     points = [
         _point(rows, {context: _interval(value, rows[0].kind, error) for context, value in known_speeds.items()})
         for rows, known_speeds in zip(groups, speeds, strict=True)
@@ -135,7 +131,7 @@ def estimated(held_out: HeldOut) -> Frontier | None:
         points=tuple(points),
         sources=tuple(held_out.sources),
         contexts=tuple(sorted({context for known_speeds in speeds for context in known_speeds})),
-        words=f"sums of the times of single layers of {held_out.prices.words}",
+        words="" if prices is None else f"sums of the times of single layers of {prices.words}",
         largest_error=error,
     )
     return _whole(held_out, frontier)
@@ -209,11 +205,13 @@ def _name(row: Row) -> str:
     return f"uniform {row.retention}" + (f", phase {row.phase}" if row.phase else "")
 
 
-def _estimates(rows: Sequence[Row], prices: PricesResult) -> tuple[list[dict[int, float]], float | None]:
+def _estimates(rows: Sequence[Row], prices: PricesResult | None) -> tuple[list[dict[int, float]], float | None]:
     """Return the speeds of each row by context, the baseline first, and how far such estimates were from measurements.
 
     At other contexts than that of the rows they are known where the table is one of the package.
     """
+    if prices is None:
+        return [{} for _ in rows], None
     stated = [{} if row.prefill is None else {prices.context: 1 / row.prefill} for row in rows]
     if prices.table not in known():
         return stated, None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.results.variant import Kind
+from indexcache_search.results.variant import NAMED, Kind, own_names
 from sglang_indexcache import PatternFile
 
 
@@ -194,6 +194,13 @@ class SearchResult(ResultSection):
     weights_sha256: str | None = None
     command: str | None = None
     speed: list[SpeedRow] = []
+
+    @property
+    def found(self) -> list[Row]:
+        """The rows of the patterns that the search found."""
+        search = self.pattern_file.search
+        assert search is not None
+        return [row for row in self.held_out.rows if row.kind == NAMED and row.name in own_names(search.strategy)]
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents to write."""

@@ -21,23 +21,19 @@ def extras(held_out: HeldOut) -> list[str]:
 
 def shown_rows(held_out: HeldOut) -> list[Row]:
     """Return the rows to show: phases other than the paper's appear only as their mean and best."""
-    shown = [row for row in held_out.rows if not _is_other_phase(row)]
+    shown = [row for row in held_out.rows if row.kind != PHASE or row.phase == 0]
     order = {retention: index for index, retention in enumerate(dict.fromkeys(row.retention for row in shown))}
     return sorted(shown, key=lambda row: (order[row.retention], row.increase.mean))
-
-
-def _is_other_phase(row: Row) -> bool:
-    return bool(row.kind == PHASE and row.phase != 0)
 
 
 def columns(held_out: HeldOut) -> list[str]:
     """Return column titles; a source shows accuracy if it has a loss mask, else the increase of the loss."""
     if more := extras(held_out):
-        return ["plan", *more, "loss", "increase", "KL", *map(_short, held_out.sources)]
+        return ["plan", *more, "loss", "increase", "KL", *map(short, held_out.sources)]
     letter = next((row.pattern[0] for row in held_out.rows if row.pattern), FULL)
     speed = [] if held_out.prices is None else [tokens(held_out.prices.context)]
     kept = ["kept", letter] if _of_patterns(held_out) else []
-    return ["pattern", *kept, *speed, "loss", "increase", *(_short(source) for source in held_out.sources)]
+    return ["pattern", *kept, *speed, "loss", "increase", *(short(source) for source in held_out.sources)]
 
 
 def cells(row: Row, held_out: HeldOut) -> list[str]:
@@ -141,7 +137,8 @@ def _table(title: str, lines: Sequence[Sequence[str]], part: Sequence[int], grou
     return table
 
 
-def _short(source: str) -> str:
+def short(source: str) -> str:
+    """Return the last part of a source's name."""
     return source.removeprefix("demo:").rsplit("/", 1)[-1]
 
 

@@ -13,8 +13,7 @@ import yaml
 from indexcache_search.report.advice import ALLOWANCE, choose
 from indexcache_search.report.points import estimated
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import Row, SearchResult
-from indexcache_search.results.variant import NAMED, own_names
+from indexcache_search.results.held_out import SearchResult
 from indexcache_search.results.words import counted, serving_flags, words_of
 from sglang_indexcache.io.errors import one_line
 
@@ -31,7 +30,7 @@ def render(result: SearchResult, base_model: str | None) -> str:
     held_out, file = result.held_out, result.pattern_file
     search = file.search
     assert search is not None
-    found = found_rows(result)
+    found = result.found
     retentions = [f"@{row.retention}" for row in found if row.retention]
     words = words_of(file.selection is not None)
     front_matter: dict[str, Any] = {"tags": list(TAGS)}
@@ -62,16 +61,9 @@ def render(result: SearchResult, base_model: str | None) -> str:
     )
 
 
-def found_rows(result: SearchResult) -> list[Row]:
-    """Return the rows of the patterns that the search found."""
-    search = result.pattern_file.search
-    assert search is not None
-    return [row for row in result.held_out.rows if row.kind == NAMED and row.name in own_names(search.strategy)]
-
-
 def suffix(result: SearchResult) -> str:
     """Return what is behind the file's name for the pattern that the page says to take, else for the first found."""
-    retentions = {row.pattern: row.retention for row in found_rows(result)}
+    retentions = {row.pattern: row.retention for row in result.found}
     frontier = estimated(result.held_out)
     point = None if frontier is None else choose(frontier, max(frontier.contexts, default=None), ALLOWANCE).point
     if point is not None and point.pattern in retentions:

@@ -13,6 +13,7 @@ from indexcache_search.console import announce, bar, warn
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.results.tables import with_error
 from indexcache_search.results.variant import NAMED, VariantLosses
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
@@ -78,8 +79,8 @@ class SearchProgress:
         assert self._data is not None
         if row.line.kind == NAMED:
             rise = estimates.increase(row.evaluation, baseline.evaluation, self._data)
-            error = "" if rise.stderr is None else f" ±{rise.stderr:.4f}"
-            self.notice(f"held out: {row.line.name} {row.line.retention} {rise.mean:+.4f}{error}  {row.line.pattern}")
+            shown = with_error(rise, "+.4f")
+            self.notice(f"held out: {row.line.name} {row.line.retention} {shown}  {row.line.pattern}")
 
     def committed(self, step: Step, number: int, steps: int) -> None:
         """Say which layer changed; `number` of about `steps` steps."""

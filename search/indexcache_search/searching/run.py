@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,9 @@ from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
 from indexcache_search.results.held_out import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, Variant, VariantLosses
-from indexcache_search.searching import metrics
+from indexcache_search.searching import metrics, model_card
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
-from indexcache_search.searching.files import texts
 from indexcache_search.searching.job import SearchJob
 from indexcache_search.searching.pattern_writer import FileWriter
 from indexcache_search.searching.progress import SearchProgress
@@ -27,6 +27,8 @@ from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import ANYWHERE, column
 from indexcache_search.workdir.outputs import PARTIAL, Outputs
 from sglang_indexcache.command_line import error_context
+from sglang_indexcache.model.name import ModelName
+from sglang_indexcache.pattern_file.result_folder import CARD, METRICS, PATTERN, REPORT
 
 
 def run(job: SearchJob) -> SearchResult:
@@ -45,6 +47,19 @@ def run(job: SearchJob) -> SearchResult:
         result = result.model_copy(update={"command": job.command})
         out.replace(texts(result, job.model), job.console)
     return result
+
+
+def texts(result: SearchResult, model: str) -> dict[str, str]:
+    """Return the contents of pattern.yaml, metrics.json, report.html and README.md, by name."""
+    from indexcache_search.report.search import render  # matplotlib takes a second to import
+
+    named = ModelName.parse(model)
+    return {
+        PATTERN: result.pattern_file.dumps(),
+        METRICS: json.dumps(result.as_json(), indent=1) + "\n",
+        REPORT: render(result),
+        CARD: model_card.render(result, named.repository if named.folder is None else None),
+    }
 
 
 class _Run:

@@ -15,6 +15,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.judge import Judge
 from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.results.tables import with_error
 from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
 from indexcache_search.strategies.swaps import improved
 from sglang_indexcache import Pattern
@@ -30,10 +31,9 @@ class LookAlike:
     difference: Estimate
 
     def __str__(self) -> str:
-        error = "" if self.difference.stderr is None else f" ±{self.difference.stderr:.4f}"
         return (
             f"{self.retention}: {self.other} keeps other layers than {self.best} and costs only"
-            f" {self.difference.mean:+.4f}{error} more on these sequences; more of them would tell which is better"
+            f" {with_error(self.difference, '+.4f')} more on these sequences; more of them would tell which is better"
         )
 
 

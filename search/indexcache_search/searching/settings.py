@@ -10,7 +10,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies.base import ExtraBudget, Goal, PlanGoal, Strategy, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
-from indexcache_search.strategies.budget.pricing import needed_table, priced
+from indexcache_search.strategies.budget.pricing import priced, table_of
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
@@ -38,7 +38,9 @@ class Budget:
         Raises:
             SearchError: if there is no table of the model's shape, or the context or one of `queries` was not measured.
         """
-        table = needed_table(model, self.table)
+        table = table_of(model, self.table)
+        if table is None:
+            raise SearchError(f"no prices are known for {model.architecture}, expected prices=, a table or a file")
         prices = priced(model, table, self.context)
         for number in queries:
             if number not in prices.full:

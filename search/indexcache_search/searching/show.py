@@ -27,7 +27,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     assert search is not None
     for table in tables.terminal_tables(held_out, out.width):
         out.print(table)
-    for row in model_card.found_rows(result):
+    for row in result.found:
         out.print(f"{row.retention or row.name.rpartition(' ')[2]:>4}  {row.pattern}", soft_wrap=True)
     if line := tables.speed_line(held_out):
         out.print(line, soft_wrap=True)
@@ -41,7 +41,7 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
     path = files.folder / PATTERN
     if model is None:
-        shares = ",".join(dict.fromkeys(row.retention for row in model_card.found_rows(result) if row.retention))
+        shares = ",".join(dict.fromkeys(row.retention for row in result.found if row.retention))
         asked = () if shares in ("", DEFAULT_RETAIN) else ("--retain", shares)
         out.print(f"Next: {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
         return

@@ -226,7 +226,13 @@ class DirectStrategy(Strategy):
 
     def find(self, problem: Problem) -> Outcome:
         """Find the pattern of each retention independently."""
-        return find_each(problem, lambda retention: self.ranked(problem, retention))
+        patterns: dict[Fraction, Pattern] = {}
+        rivals: dict[Fraction, list[Pattern]] = {}
+        for retention in problem.goal.full_layers:
+            patterns[retention], *rivals[retention] = self.ranked(problem, retention)
+            problem.judge.losses([patterns[retention]])
+            problem.on_pattern(retention, patterns)
+        return Outcome(patterns, rivals=rivals)
 
 
 def by_count(native: Pattern, steps: Sequence[Step]) -> dict[int, Pattern]:
@@ -238,14 +244,3 @@ def too_many(count: int, native: Pattern) -> SearchError:
     """Return the error for more `F` layers than the model has."""
     available, what = len(native.full_layers), "are there" if native.dense else "have an indexer"
     return SearchError(f"{count} {native.full_role} layers were asked for, but only {available} layers {what}")
-
-
-def find_each(problem: Problem, ranked: Callable[[Fraction], list[Pattern]]) -> Outcome:
-    """Find each retention's pattern independently by `ranked`, see `DirectStrategy.ranked`."""
-    patterns: dict[Fraction, Pattern] = {}
-    rivals: dict[Fraction, list[Pattern]] = {}
-    for retention in problem.goal.full_layers:
-        patterns[retention], *rivals[retention] = ranked(retention)
-        problem.judge.losses([patterns[retention]])
-        problem.on_pattern(retention, patterns)
-    return Outcome(patterns, rivals=rivals)

@@ -7,8 +7,9 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
+from indexcache_search.engines.answers import Answer
 from indexcache_search.engines.timed_request import send
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.speed.turns import Load, Timed, measured
@@ -21,7 +22,7 @@ from sglang_indexcache.io.fields import Count
 BASIS = "streamed by the servers, prompts of random tokens"
 
 
-class _Info(BaseModel):
+class _Info(Answer):
     """A part of `/server_info`: the limit of prompts, from the context and from the memory of the cache."""
 
     max_req_input_len: Count

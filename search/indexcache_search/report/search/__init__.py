@@ -9,7 +9,6 @@ from indexcache_search.report.points import Point, estimated
 from indexcache_search.report.search.figures import heat_map_figure, loss_figure
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import SearchResult
-from indexcache_search.results.variant import NAMED, own_names
 from indexcache_search.results.words import serving_flags, words_of
 from sglang_indexcache import Pattern
 
@@ -19,12 +18,7 @@ def render(result: SearchResult) -> str:
     template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out, search = result.held_out, result.pattern_file.search
     assert search is not None
-    found = {
-        str(row.pattern): row.retention
-        for row in held_out.rows
-        if row.kind == NAMED and row.name in own_names(search.strategy)
-    }
-
+    found = {str(row.pattern): row.retention for row in result.found}
     rest = "bytes" if search.bytes is not None else "time"
 
     def served(point: Point) -> str | None:

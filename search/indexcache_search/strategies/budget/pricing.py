@@ -47,18 +47,6 @@ def table_of(model: ModelLayers, named: str | None = None) -> PriceTable | None:
     return table
 
 
-def needed_table(model: ModelLayers, named: str | None = None) -> PriceTable:
-    """Return the same where there has to be one.
-
-    Raises:
-        SearchError: also if there is none.
-    """
-    table = table_of(model, named)
-    if table is None:
-        raise SearchError(f"no prices are known for {model.architecture}, expected prices=, a table or a file")
-    return table
-
-
 def priced(model: ModelLayers, table: PriceTable, context: int, place: Place = ANYWHERE) -> Prices:
     """Return a table's prices for prompts of `context` tokens.
 

@@ -55,9 +55,8 @@ class BudgetSearch(Lazy):
             pattern = on_the_way[count]
             if BudgetFit.possible(pattern, plan, goal.native):
                 fits.append(BudgetFit(pattern, judge, plan, goal.native, fits[::-1]))
-        problem.notice(
-            f"blocks of queries: {len(fits)} patterns of {', '.join(map(_full, fits))} F layers are made to fit"
-        )
+        counts = ", ".join(str(len(fit.pattern.full_layers)) for fit in fits)
+        problem.notice(f"blocks of queries: {len(fits)} patterns of {counts} F layers are made to fit")
         losses = _promising(fits, judge)
         if not losses:
             raise SearchError(
@@ -87,10 +86,6 @@ class BudgetSearch(Lazy):
             if losses[winner] >= losses[best]:
                 break
         return min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
-
-
-def _full(fit: BudgetFit) -> str:
-    return str(len(fit.pattern.full_layers))
 
 
 def _plan_of(goal: Goal) -> TimeGoal:
