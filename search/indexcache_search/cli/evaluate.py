@@ -280,9 +280,9 @@ def evaluate(
 def _extra_jobs(asked: Mapping[str, Any], beside: bool, **around: Any) -> list[tuple[ExtraComparison, ExtraJob]]:
     """Return the comparisons of extensions that are asked for; all but the first find results `beside` their own."""
     found: list[tuple[ExtraComparison, ExtraJob]] = []
-    for name, chosen in asked.items():
-        if chosen is not None:
-            found.append((EXTRAS[name], ExtraJob(settings=chosen, beside=beside or bool(found), **around)))
+    for name, extra in EXTRAS.items():
+        if asked[name] is not None:
+            found.append((extra, ExtraJob(settings=asked[name], beside=beside or bool(found), **around)))
     return found
 
 
