@@ -217,9 +217,7 @@ def comparison(seen: list[Any], verdict: bool = False, **more: Any) -> ExtraComp
     return ExtraComparison(kind=Setting, help="Of an extension.", first="NAME,...", run=run, **note)
 
 
-def test_comparisons_of_extensions_run_one_after_the_other(
-    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_comparisons_of_extensions_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each is an option with its own settings; what one wrote is kept by the next."""
     seen = list[Any]()
     extras = {"one": comparison(seen), "two": comparison(seen, verdict=True)}
@@ -265,7 +263,7 @@ OURS = ExtraComparison(kind=object, help="", files=("seen.json",), check=print, 
 
 
 def test_without_comparisons_their_options_are_unknown() -> None:
-    """Of another version they are refused, and a distribution without them has no such option."""
+    """One line, as of any other word that is no option."""
     code = "import sys; import importlib.metadata as m; old = m.entry_points;"
     code += "m.entry_points = lambda **by: [] if by['group'] == 'indexcache.comparisons' else old(**by);"
     code += "from indexcache_search.__main__ import evaluate; sys.argv[1:] = ['--harness', 'a']; evaluate()"
