@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from indexcache_search import strategies as search_strategies
-from indexcache_search.cli import extra
+from indexcache_search.cli import evaluate, extra
+from indexcache_search.cli.command import application
+from indexcache_search.console import messages
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.extra import ExtraComparison, ExtraJob
+from indexcache_search.eval.result import ever
 from indexcache_search.results import words
 from indexcache_search.strategies.base import Strategy
 from sglang_indexcache import Pattern, PatternFile, families
@@ -183,8 +191,6 @@ def test_without_an_extension_its_options_and_words_are_refused(monkeypatch: pyt
 
     command.__annotations__["bytes"] = kind
     app.command()(command)
-    from typer.testing import CliRunner
-
     assert CliRunner().invoke(app, []).exit_code == 0 and seen == [None]
     refused = CliRunner().invoke(app, ["--bytes", "0.3"])
     assert refused.exit_code == 2 and "needs an extension that is not installed" in refused.output
@@ -194,7 +200,80 @@ def test_without_an_extension_its_options_and_words_are_refused(monkeypatch: pyt
         words.words_of(dense=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    names: tuple[str, ...]
+    limit: int = 3
+
+
+def comparison(seen: list[Any], verdict: bool = False, **more: Any) -> ExtraComparison:
+    """A comparison that notes what it is asked for."""
+
+    def run(job: ExtraJob) -> bool:
+        seen.append((job.settings, job.beside))
+        return verdict
+
+    note = {"files": ("seen.json",), "check": lambda job: seen.append("checked"), **more}
+    return ExtraComparison(kind=Setting, help="Of an extension.", first="NAME,...", run=run, **note)
+
+
+def test_comparisons_of_extensions_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is an option with its own settings; what one wrote is kept by the next."""
+    seen = list[Any]()
+    extras = {"one": comparison(seen), "two": comparison(seen, verdict=True)}
+    monkeypatch.setattr(evaluate, "EXTRAS", extras)
+
+    def command(context: typer.Context, **asked: Any) -> None:
+        around = {"model": "m", "endpoints": (), "output": tmp_path, "console": messages()}
+        for one, job in evaluate._extra_jobs(asked, False, **around):
+            one.check(job)
+            if one.run(job):
+                raise typer.Exit(1)
+
+    app = application({"indexcache-eval": extra.with_options(extras)(command)})
+    done = CliRunner().invoke(app, ["--two", "a,b:limit=5", "--one", "c"])
+    assert done.exit_code == 1, done.output
+    assert seen == [
+        *("checked", (Setting(names=("c",)), False)),
+        *("checked", (Setting(names=("a", "b"), limit=5), True)),
+    ]
+    text = CliRunner().invoke(app, ["--help"]).output
+    assert "--one NAME,...:KEY=VALUE" in text and "Of an extension." in text
+    assert "expected --one limit=VALUE" in CliRunner().invoke(app, ["--limit", "3"]).output
+    assert CliRunner().invoke(app, []).exit_code == 0 and len(seen) == 4
+
+
+@pytest.mark.parametrize("name", ["context", "a-b", "class"])
+def test_a_comparison_with_a_name_that_is_no_option_is_one_line(name: str) -> None:
+    def command(context: typer.Context, **asked: Any) -> None: ...
+
+    with pytest.raises(ExtensionError, match=rf"^an extension of indexcache.comparisons: .*{name}.*another name$"):
+        extra.with_options({name: comparison([])})(command)
+
+
+def test_files_of_a_comparison_are_the_commands_own(install: Install) -> None:
+    assert re.fullmatch(ever(), "eval.json") and not re.fullmatch(ever(), "seen.json")
+    code = """
+from dataclasses import dataclass
+from indexcache_search.eval.extra import ExtraComparison
+OURS = ExtraComparison(kind=object, help="", files=("seen.json",), check=print, run=bool)
+"""
+    install("comparisons", "mine", "adversary_code:OURS", code)
+    assert re.fullmatch(ever(), "seen.json") and not re.fullmatch(ever(), "seen-json")
+
+
+def test_without_comparisons_their_options_are_unknown() -> None:
+    """One line, as of any other word that is no option."""
+    code = "import sys; import importlib.metadata as m; old = m.entry_points;"
+    code += "m.entry_points = lambda **by: [] if by['group'] == 'indexcache.comparisons' else old(**by);"
+    code += "from indexcache_search.__main__ import evaluate; sys.argv[1:] = ['--harness', 'a']; evaluate()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("indexcache-eval: No such option: --harness"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_all_of_ours_are_found() -> None:
+    assert set(extensions("comparisons", ExtraComparison)) == {"harness"}
     assert set(extensions("families", Family)) == {"dense_gqa"}
     assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
     assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}

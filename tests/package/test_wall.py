@@ -16,6 +16,7 @@ MAY_IMPORT = {"lab": {"dense", "train"}}
 """By extra, the others that it may import."""
 WORDS = re.compile(
     "key_delta|key_plan|KeyPlan|[Ee]viction|[Oo]ffload|nosa|NOSA|MISSES|buffer_pages|[Ww]atch|WATCH|[Dd]istill"
+    "|[Hh]arness|HARNESS|lm.eval"
 )
 ALLOWED = {
     "sglang_indexcache/sglang/options.json": "offload|eviction|watch",  # SGLang's flags
@@ -53,7 +54,7 @@ def extras_of(path: Path) -> set[str]:
 
 def test_the_core_imports_no_extra() -> None:
     found = [path for folder in CORE for path in files(folder, ".py")]
-    assert len(found) > 250 and EXTRAS == ["dense", "lab", "train", "watch"]
+    assert len(found) > 250 and EXTRAS == ["dense", "harness", "lab", "train", "watch"]
     assert {str(path.relative_to(ROOT)): extras for path in found if (extras := extras_of(path))} == {}
 
 

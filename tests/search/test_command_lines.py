@@ -129,7 +129,7 @@ def test_the_lab_without_an_experiment_names_them() -> None:
 # -- options that nothing reads
 
 RUNS = (
-    *("search.searching.run", "search.eval.run", "search.eval.harness.run"),
+    *("search.searching.run", "search.eval.run", "harness.run"),
     *("train.distill.run", "train.distill.search_first", "lab.offload.run", "lab.key_delta.run", "lab.eviction.run"),
 )
 ELSEWHERE = {"max_increase", "dry_run", "estimate", "hourly_price", "config", "version"}
@@ -218,7 +218,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     for name in RUNS:
         monkeypatch.setattr(f"indexcache_{name}.run", note)
-    monkeypatch.setattr("indexcache_search.eval.harness.run.check", lambda addresses: None)
+    monkeypatch.setattr("indexcache_harness.run.check", lambda addresses: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "template").write_text("{{ messages }}")
     return found

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from indexcache_harness.comparison import FILES as HARNESS
 from indexcache_search.errors import FolderError, SearchError
-from indexcache_search.eval.result import EVER, FILES, HARNESS
+from indexcache_search.eval.result import FILES, ever
 from indexcache_search.results.names import unique_names
 from indexcache_search.workdir import folder as owned_folder
 from indexcache_search.workdir.folder import OwnFolder
@@ -76,19 +77,19 @@ def test_a_run_writes_again_what_it_wrote(tmp_path: Path) -> None:
 def test_files_of_other_runs_are_the_commands_own_and_no_others(tmp_path: Path) -> None:
     """Such as a harness's, where losses are compared now; each command says its own names."""
     out = tmp_path / "out"
-    with OwnFolder(out, "indexcache-eval", HARNESS, "--output", EVER).held() as folder:
+    with OwnFolder(out, "indexcache-eval", HARNESS, "--output", ever()).held() as folder:
         folder.write("harness.json", "{}")
         folder.growing("lm-eval.log").write_text("asked")
-    with outputs("indexcache-eval", out, out, FILES, {}, ever=EVER) as found:
+    with outputs("indexcache-eval", out, out, FILES, {}, ever=ever()) as found:
         assert found.results.clear() == [out / "harness.json"]
         found.results.write("eval.json", "{}")
         found.journal()
-    with outputs("indexcache-eval", out, out / "work", FILES, {}, ever=EVER) as found:  # the journal was in `out`
+    with outputs("indexcache-eval", out, out / "work", FILES, {}, ever=ever()) as found:  # the journal was in `out`
         found.results.write("eval.json", "{}")
     mark = json.loads((out / MARK).read_text())
     for name in ("thesis.tex", "metrics.json", "../out/eval.json", "a/eval.json", "", "."):
         (out / MARK).write_text(json.dumps({**mark, "files": {**mark["files"], name: None}}))
-        for own_folder in (OwnFolder(out, "indexcache-eval", FILES, "--output", EVER), own(out, "indexcache-eval")):
+        for own_folder in (OwnFolder(out, "indexcache-eval", FILES, "--output", ever()), own(out, "indexcache-eval")):
             with pytest.raises(FolderError, match=rf"names '{re.escape(name)}', which .* writes there|never writes"):
                 own_folder.check()
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import SEED, SEQUENCES, Bounds
+from indexcache_search.cli.bounded import SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.engines import EngineChoice
+from indexcache_search.cli.extra import with_options
 from indexcache_search.console import results, warn
 from indexcache_search.errors import SearchError
+from indexcache_search.eval.extra import ExtraComparison, ExtraJob, comparisons
 from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
@@ -25,6 +27,10 @@ from sglang_indexcache.pattern_file.file import split_retention
 from sglang_indexcache.pattern_file.pattern_name import spells_letters, split_name
 
 CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
+
+EXTRAS = comparisons()
+_EXAMPLES = "".join(f"{extra.example}\n" for extra in EXTRAS.values())
+_GATES = " or ".join(("--max-increase", *(extra.gate for extra in EXTRAS.values() if extra.gate)))
 
 EPILOG = f"""
 Examples:
@@ -49,12 +55,7 @@ Examples:
       Is what is served as good as the baseline server, the first one, and how much faster? --model is read for its
       tokenizer and configuration only.
 
-\b
-  indexcache-eval --model zai-org/GLM-5-FP8 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
-        --harness gsm8k,ifeval:sampling=paper,chat=yes
-      Real tasks, by lm-eval (pip install 'sglang-indexcache[harness]'), paired by document.
-
-{exit_codes("a pattern or server is worse than --max-increase or --harness max_fall allows, or a loss was not finite")}
+{_EXAMPLES}{exit_codes(f"a pattern or server is worse than {_GATES} allows, or a loss was not finite")}
 """
 
 
@@ -73,28 +74,6 @@ class TasksChoice:
                 raise SearchError(f"there is no {name}, expected {', '.join(TASKS)}")
             if self.names.count(name) > 1:
                 raise SearchError(f"{name} stands there twice, expected each task once")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessChoice:
-    """Tasks of lm-eval; see `harness.lm_eval.Harness`."""
-
-    tasks: tuple[str, ...]
-    include: Path | None = None
-    sampling: Literal["greedy", "paper"] = "greedy"
-    limit: Annotated[int, Bounds(1, 10_000_000)] | None = None
-    fewshot: Annotated[int, Bounds(0, 1000)] | None = None
-    chat: bool = False
-    lengths: tuple[Annotated[int, CONTEXTS], ...] = ()
-    output_tokens: Annotated[int, CONTEXTS] | None = None
-    concurrency: Annotated[int, Bounds(1, 1024, "a connection each")] = 1
-    seed: Annotated[int, SEED] = 1234
-    max_fall: Annotated[float, Bounds(0, 1e6)] | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.tasks:
-            if not name or self.tasks.count(name) > 1:
-                raise SearchError(f"tasks are {', '.join(self.tasks)}, expected names, each once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +108,14 @@ def _reads_sources(given: Any) -> bool:
     return bool(given["evaluation"]) or (given["model"] is None and not given["tasks"])
 
 
-def _compares(harness: Any, evaluation: Any, tasks: Any) -> bool:
-    """Return whether loss and speed are compared: always, but for a run that has tasks of lm-eval alone."""
-    return harness is None or bool(evaluation or tasks)
+def _compares(given: Any) -> bool:
+    """Return whether loss and speed are compared: always, but for a run that has comparisons of extensions alone."""
+    return all(given[name] is None for name in EXTRAS) or bool(given["evaluation"] or given["tasks"])
+
+
+def _given(flag: str) -> OptionNeed:
+    name = flag.removeprefix("--").replace("-", "_")
+    return OptionNeed(flag, lambda given: bool(given[name]))
 
 
 def _times(speed: SpeedChoice) -> bool:
@@ -139,15 +123,12 @@ def _times(speed: SpeedChoice) -> bool:
 
 
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
-COMPARED = OptionNeed(
-    "--evaluation or --tasks beside --harness",
-    lambda given: _compares(given["harness"], given["evaluation"], given["tasks"]),
-)
+COMPARED = OptionNeed("--evaluation or --tasks beside " + " or ".join(f"--{name}" for name in EXTRAS), _compares)
 NEEDS = {
     **dict.fromkeys(("rows", "dry_run", "reply", "seq_len"), (COMPARED,)),
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
     "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
-    "harness": (OptionNeed("--endpoint", lambda given: bool(given["endpoint"])),),
+    **{name: tuple(map(_given, extra.needs)) for name, extra in EXTRAS.items()},
     "num_sequences": (
         COMPARED,
         OptionNeed("--evaluation", _reads_sources),
@@ -164,11 +145,12 @@ NEEDS = {
     ),
     "concurrency": (
         OptionNeed("--speed", lambda given: given["speed"] is not None),
-        OptionNeed("--endpoint", lambda given: bool(given["endpoint"])),
+        _given("--endpoint"),
     ),
 }
 
 
+@with_options(EXTRAS)
 def evaluate(
     context: typer.Context,
     *,
@@ -212,19 +194,6 @@ def evaluate(
     concurrency: Annotated[
         int | None, number("Time this number of requests at once as well.", Bounds(2, 1024, "a thread each"))
     ] = None,
-    harness: Annotated[
-        HarnessChoice | None,
-        settings(
-            HarnessChoice,
-            "Tasks of lm-eval, which asks the servers of --endpoint: alone, or after the comparison on --evaluation and"
-            " --tasks where one of these is given. Keys: include (a folder with tasks of your own),"
-            " sampling (greedy, or paper: temperature 1.0, top-p 0.95, top-k 40),"
-            " limit (documents of a task), fewshot, chat (yes: through the chat template), lengths (of RULER's tasks,"
-            " 4096/32768), output_tokens (of a reply), concurrency (requests at once; 1), seed, max_fall (exit with 1"
-            " if a score is shown to fall by more, corrected for their number).",
-            "TASK,...",
-        ),
-    ] = None,
     endpoint: Annotated[
         list[str] | None,
         option("OpenAI-compatible server to compare; repeatable, the first is the baseline.", metavar="URL"),
@@ -237,6 +206,7 @@ def evaluate(
     restart: options.Restart = False,
     config: Config = None,
     version: Version = False,
+    **asked: Any,
 ) -> None:
     """Compare patterns, or servers, on data that nobody searched on; without options those of the demo.
 
@@ -246,11 +216,11 @@ def evaluate(
     with running(context, NEEDS) as console:
         options.check_runs_here(device, dtype)
         addresses, row_options = tuple(map(Address.of, endpoint or ())), options.row_options(rows)
-        worse, compares = False, _compares(harness, evaluation, tasks)
-        if harness is not None and compares and not dry_run:  # before the comparison, which takes long
-            from indexcache_search.eval.harness.run import check
-
-            check(addresses)
+        worse, compares = False, _compares(context.params)
+        around = {"model": model or str(demo.MODEL), "endpoints": addresses, "output": output, "console": console}
+        extras = _extra_jobs(asked, compares, **around)
+        for extra, extra_job in () if dry_run else extras:  # before the comparison, which takes long
+            extra.check(extra_job)
         if compares:
             from indexcache_search.data.packing import Wish
             from indexcache_search.eval.candidates import Candidates
@@ -300,27 +270,20 @@ def evaluate(
                 worse = bool(failed)
                 for line in failed:
                     warn(console, f"--max-increase {max_increase:g}: {line}")
-        if harness is not None:
-            worse |= _falls(model or str(demo.MODEL), addresses, harness, output, console, beside=compares)
+        for extra, extra_job in extras:
+            process.let_work_end()
+            worse |= extra.run(extra_job)
         if worse:
             raise typer.Exit(1)
 
 
-def _falls(
-    model: str, addresses: tuple[Address, ...], choice: HarnessChoice, output: Path, console: Console, *, beside: bool
-) -> bool:
-    """Compare on tasks; return true if a score falls by more than is allowed, or can't show whether it does."""
-    from indexcache_search.eval.harness.lm_eval import Harness
-    from indexcache_search.eval.harness.run import FILE, falls, run, table
-
-    process.let_work_end()
-    result = run(model, addresses, Harness(**vars(choice)), output, console, beside=beside)
-    results().print(table(result))
-    results().print(f"Wrote {output / FILE}", soft_wrap=True)
-    failed = falls(result)
-    for line in failed:
-        warn(console, f"--harness max_fall={choice.max_fall:g}: {line}")
-    return bool(failed)
+def _extra_jobs(asked: Mapping[str, Any], beside: bool, **around: Any) -> list[tuple[ExtraComparison, ExtraJob]]:
+    """Return the comparisons of extensions that are asked for; all but the first find results `beside` their own."""
+    found: list[tuple[ExtraComparison, ExtraJob]] = []
+    for name, extra in EXTRAS.items():
+        if asked[name] is not None:
+            found.append((extra, ExtraJob(settings=asked[name], beside=beside or bool(found), **around)))
+    return found
 
 
 app = application({"indexcache-eval": evaluate}, EPILOG)

@@ -10,6 +10,7 @@ from importlib.resources import files
 import numpy as np
 from rich.table import Table
 
+from indexcache_search.eval.extra import comparisons
 from indexcache_search.eval.held_out import ComparisonSet
 from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.table import tabulated
@@ -105,9 +106,13 @@ def task_tables(result: ComparisonResult, width: int) -> list[Table]:
 
 
 FILES = ("eval.json", "eval.html")
-HARNESS = ("harness.json", "lm-eval.log")
-EVER = "|".join(map(re.escape, (*FILES, *HARNESS, *WORK)))  # what indexcache-eval writes, with or without a harness
 NO_FIGURES: Mapping[str, str] = {}
+
+
+def ever() -> str:
+    """Return a regular expression of all names that indexcache-eval writes, whatever it is asked for."""
+    extra = (name for comparison in comparisons().values() for name in comparison.files)
+    return "|".join(map(re.escape, (*FILES, *extra, *WORK)))
 
 
 def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> dict[str, str]:

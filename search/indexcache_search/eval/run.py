@@ -48,7 +48,7 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
     candidates.check()
     set_quiet()
     reads = {"--model": [job.model], **candidates.reads(), **job.data.reads()}
-    with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.EVER) as out:
+    with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.ever()) as out:
         begun = _begun(job)
         if begun is None:
             return None

@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 
+from indexcache_harness import lm_eval
+from indexcache_harness.comparison import FILES
+from indexcache_harness.paired import ALPHA, Change, change, fewest_documents, p_of_falls, worse_by
+from indexcache_harness.samples import Samples, Score, lower_is_better, paired, read_samples
+from indexcache_harness.settings import Harness
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.endpoints import Endpoint
-from indexcache_search.eval.harness import lm_eval
-from indexcache_search.eval.harness.lm_eval import Harness
-from indexcache_search.eval.harness.paired import ALPHA, Change, change, fewest_documents, p_of_falls, worse_by
-from indexcache_search.eval.harness.samples import Samples, Score, lower_is_better, paired, read_samples
-from indexcache_search.eval.result import EVER, HARNESS
+from indexcache_search.eval.result import ever
 from indexcache_search.eval.speed.servers import own, room
 from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.hf.loading import set_quiet
@@ -27,7 +28,7 @@ from indexcache_search.workdir.overlap import check_apart
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.io.fields import Finite
 
-FILE, LOG = HARNESS
+FILE, LOG = FILES
 SCHEMA = "indexcache-eval/harness/v1"
 
 
@@ -124,7 +125,7 @@ def run(
     unswitched = Unswitched(addresses)
     space = min(room(own(address), "--harness") for address in addresses)
     with (
-        OwnFolder(output, "indexcache-eval", HARNESS, "--output", EVER).held() as folder,
+        OwnFolder(output, "indexcache-eval", FILES, "--output", ever()).held() as folder,
         tempfile.TemporaryDirectory(prefix="indexcache-harness-") as scratch,
     ):
         log = folder.growing(LOG)

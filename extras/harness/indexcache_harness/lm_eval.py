@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
+from indexcache_harness.settings import Harness
 from indexcache_search.engines.own_server import write_log
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.endpoints import Endpoint
@@ -22,45 +22,13 @@ from sglang_indexcache.io.redaction import KEY_VARIABLE
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.process import die_with_parent
 
-Sampling = Literal["greedy", "paper"]
-SAMPLING: Mapping[Sampling, Mapping[str, Any]] = {
+SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"do_sample": False, "temperature": 0},
     "paper": {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 40},
 }
 """Arguments of generation; `paper` is IndexCache's (arXiv 2603.12201, Appendix D)."""
 REQUEST_SECONDS = 3600
 _KEY = "OPENAI_API_KEY"  # where lm-eval looks for the key of a server
-
-
-@dataclass(frozen=True, kw_only=True)
-class Harness:
-    """Settings of a run of lm-eval.
-
-    Attributes:
-        tasks: names of its tasks or groups.
-        include: folder with further tasks in YAML.
-        sampling: see `SAMPLING`.
-        limit: most documents of each task.
-        fewshot: examples before each; `None` for what the task says.
-        chat: put the tokenizer's chat template around prompts.
-        lengths: for tasks of any length, such as RULER's: tokens of a prompt.
-        output_tokens: most tokens of a reply; `None` for what the task says.
-        concurrency: requests at once.
-        seed: of examples and sampled documents.
-        max_fall: largest fall of a score that is allowed; `None` for any.
-    """
-
-    tasks: Sequence[str]
-    include: Path | None = None
-    sampling: Sampling = "greedy"
-    limit: int | None = None
-    fewshot: int | None = None
-    chat: bool = False
-    lengths: Sequence[int] = ()
-    output_tokens: int | None = None
-    concurrency: int = 1
-    seed: int = 1234
-    max_fall: float | None = None
 
 
 def check_installed() -> None:

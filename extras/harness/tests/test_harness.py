@@ -13,12 +13,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from indexcache_harness import lm_eval
+from indexcache_harness.lm_eval import configuration
+from indexcache_harness.samples import Score, lower_is_better, paired, read_samples
+from indexcache_harness.settings import Harness
 from indexcache_search.cli.evaluate import app
 from indexcache_search.errors import DataError
 from indexcache_search.eval.endpoints import Endpoint
-from indexcache_search.eval.harness import lm_eval
-from indexcache_search.eval.harness.lm_eval import Harness, configuration
-from indexcache_search.eval.harness.samples import Score, lower_is_better, paired, read_samples
 from sglang_indexcache.http.address import Address
 from tests.http_stub import Answering, HttpStub
 from tests.search.streaming import StreamingStub
@@ -218,7 +219,7 @@ def test_a_fall_beyond_what_is_allowed_ends_with_1(
 def test_a_gate_that_no_fall_could_close_does_not_pass(
     urls: list[str], seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexcache_search.eval.harness.run.fewest_documents", lambda scores: 41)
+    monkeypatch.setattr("indexcache_harness.run.fewest_documents", lambda scores: 41)
     done = run([urls[0], urls[0]], tmp_path, "a:max_fall=0.01")
     assert done.exit_code == 1
     said = "a acc: not settled: of 40 documents no fall would show among 2 scores; expected at least 41"

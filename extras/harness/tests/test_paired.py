@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexcache_search.eval.harness.paired import ALPHA, change, fewest_documents, p_of_fall, p_of_falls, worse_by
+from indexcache_harness.paired import ALPHA, change, fewest_documents, p_of_fall, p_of_falls, worse_by
 
 # -- the interval
 

@@ -1,0 +1,1 @@
+"""Real tasks, which lm-eval runs against servers."""
