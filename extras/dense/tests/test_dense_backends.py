@@ -19,7 +19,7 @@ from indexcache_dense.family.decoding import kept_tokens
 from indexcache_dense.family.layer_pages import LayerPages, budget_of
 from indexcache_dense.family.sglang import CAPTURED, LayerRole
 from indexcache_dense.hf.page_selector import PageSelector, compressed_scores, rounded_scores
-from indexcache_dense.kernels import page_scores
+from indexcache_dense.kernels import CachedPages, page_scores
 from indexcache_dense.kernels.page_selection import naive
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_dense.selection import Selection
@@ -119,8 +119,7 @@ def reference(case: Case, queries: list[Tensor], lengths: list[int], selection: 
             scores = page_scores(
                 q.view(-1, HEADS, DIM),
                 k,
-                case.req_to_token[: len(lengths)].int(),
-                torch.tensor(lengths, dtype=torch.int32),
+                CachedPages(case.req_to_token[: len(lengths)].int(), torch.tensor(lengths, dtype=torch.int32)),
                 lse=lse,
                 scale=layer.scaling,
                 budget=budget,
