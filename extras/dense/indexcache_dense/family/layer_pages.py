@@ -38,7 +38,7 @@ from indexcache_kernels.backends import Backend
 
 @dataclass(frozen=True)
 class LayerPages:
-    """What one selecting layer of a rank keeps; see the module.
+    """Digests and memory of one selecting layer of a rank; see the module.
 
     Attributes:
         selection: how it selects.
@@ -78,7 +78,7 @@ class LayerPages:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps anything: a selection by each step's own attention needs nothing."""
+        """True if it keeps anything: a selection by each step's own attention needs nothing."""
         return any(item is not None for item in (self.means, self.rounded, self.steps))
 
     @property

@@ -1,4 +1,4 @@
-"""The pages of requests' caches, and how many of them a request attends to."""
+"""Pages of requests in a paged cache, and how many of them a request attends to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from indexcache_kernels.errors import KernelInputError, expect, expect_one_devic
 
 @dataclass(frozen=True)
 class PageBudget:
-    """How much of its cache a request attends to.
+    """Sizes of what a request attends to of its cache.
 
     Attributes:
         page_tokens: tokens of a page, counted from position 0.
@@ -47,7 +47,7 @@ class PageBudget:
 
 @dataclass(frozen=True)
 class CachedPages:
-    """Where the tokens of a batch of requests lie in a paged cache; every kernel that reads the cache takes one.
+    """Places of the tokens of a batch of requests in a paged cache, as every kernel that reads one takes them.
 
     What it holds is checked when it is made, and checks read no tensor: making one inside a CUDA graph is fine.
 
