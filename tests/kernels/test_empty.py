@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_dense.kernels.compressed_keys import compressed_scores, update_means
-from indexcache_dense.kernels.page_selection import PageBudget, StepMemory, page_scores, select_pages
-from indexcache_dense.kernels.rounded_keys import RoundedKeys, round_keys, rounded_scores
+from indexcache_dense.kernels import (
+    CachedPages,
+    PageBudget,
+    RoundedKeys,
+    StepMemory,
+    compressed_scores,
+    page_scores,
+    round_keys,
+    rounded_scores,
+    select_pages,
+    update_means,
+)
 from indexcache_kernels.errors import KernelInputError
 from indexcache_kernels.grouped_attention import grouped_attention
 from indexcache_kernels.indexer_topk import causal_ranges, indexer_topk
@@ -24,12 +33,16 @@ from indexcache_lab.kernels.block_swap import BlockBuffer, copy_blocks, swap_blo
 from indexcache_lab.kernels.key_delta import delta_scores, differences, kept_keys, multiply_adds
 from indexcache_train.kernels.indexer_kl import indexer_kl
 
-PAGES: dict[str, Any] = {"budget": PageBudget(page_tokens=16, pages=3, recent_pages=1), "table_page": 16}
+FEW = PageBudget(page_tokens=16, pages=3, recent_pages=1)
 real = torch.ones
 
 
 def whole(*shape: int, value: int = 0) -> Tensor:
     return torch.full(shape, value, dtype=torch.int32)
+
+
+def empty(requests: int, entries: int) -> CachedPages:
+    return CachedPages(whole(requests, entries), whole(requests), 16)
 
 
 # Sizes: b requests or rows, t queries, h heads, g key heads, n keys, slots or pages, d dimensions, k that are chosen.
@@ -50,9 +63,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "copy_blocks": lambda b, n, k, d: copy_blocks(
         real(b, n, d), real(b, n, d), whole(b, k, value=-1), whole(b, k, value=-1), torch.zeros(b, k, dtype=torch.bool)
     ),
-    "update_means": lambda b, g, n, d: update_means(real(n, g, d), real(n // 16, g, d), whole(b, 4), whole(b)),
+    "update_means": lambda b, g, n, d: update_means(
+        real(n, g, d), real(n // 16, g, d), CachedPages(whole(b, 4), whole(b))
+    ),
     "compressed_scores": lambda b, h, g, n, d: compressed_scores(
-        real(b, h, d), real(4, g, d), whole(b, n), whole(b), scale=1.0, **PAGES
+        real(b, h, d), real(4, g, d), empty(b, n), scale=1.0, budget=FEW
     ),
     "grouped_attention": lambda b, h, d: grouped_attention(
         real(2 * b, h, d), real(4, d), whole(2 * b, 3), queries=2, scale=1.0, v_dim=d, out=real(2 * b, h, d)
@@ -71,23 +86,23 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         torch.zeros(n, d, dtype=torch.bool), torch.arange(n)[:t], torch.arange(n)[:t]
     ),
     "page_scores": lambda b, h, g, n, d: page_scores(
-        real(b, h, d), real(64, g, d), whole(b, n), whole(b), lse=real(b, h), scale=1.0, **PAGES
+        real(b, h, d), real(64, g, d), empty(b, n), lse=real(b, h), scale=1.0, budget=FEW
     ),
     "page_scores of lists": lambda b, h, g, n, d: page_scores(
-        real(b, h, d), real(64, g, d), whole(b * n), whole(b), lse=real(b, h), scale=1.0, starts=whole(b),
-        out=real(b, n), **PAGES,
+        real(b, h, d), real(64, g, d), CachedPages(whole(b * n), whole(b), 16, whole(b)), lse=real(b, h), scale=1.0,
+        out=real(b, n), budget=FEW,
     ),
-    "select_pages": lambda b, n: select_pages(real(b, n), whole(b, n), whole(b), **PAGES),
+    "select_pages": lambda b, n: select_pages(real(b, n), empty(b, n), budget=FEW),
     "mean_queries": lambda b, h, d: mean_queries(real(4, h, d), real(4, h, 1), whole(b), whole(b, value=1)),
     "lowest_last": lambda b, k: lowest_last(real(b, 8), whole(b, k), whole(b), whole(b)),
     "expand_blocks": lambda b, k: expand_blocks(
         whole(b, k), whole(b), whole(b, value=1), whole(b), IndexSpace(), whole(4, k)
     ),
     "round_keys": lambda b, g, n, d: round_keys(
-        real(64, g, d), RoundedKeys.allocate(real(64, g, d)), whole(b, n), whole(b)
+        real(64, g, d), RoundedKeys.allocate(real(64, g, d)), CachedPages(whole(b, n), whole(b))
     ),
     "rounded_scores": lambda b, h, g, n, d: rounded_scores(
-        real(b, h, d), RoundedKeys.allocate(real(64, g, d)), whole(b, n), whole(b), scale=1.0, **PAGES
+        real(b, h, d), RoundedKeys.allocate(real(64, g, d)), empty(b, n), scale=1.0, budget=FEW
     ),
     "sparse_attention": lambda t, h, g, n, d, k: sparse_attention(
         real(t, h, d), real(n, g, d), real(n, g, d), whole(t, k, value=-1), 1.0
@@ -126,10 +141,13 @@ def test_no_keys_are_attended_to_with_zeros() -> None:
 def test_more_tokens_than_the_table_has_are_a_line() -> None:
     for pages in (0, 2):
         with pytest.raises(KernelInputError, match=f"request 0 has 96 tokens, and its table {pages} pages of 16"):
-            select_pages(real(1, pages), whole(1, pages), whole(1, value=96), **PAGES)
+            select_pages(real(1, pages), CachedPages(whole(1, pages), whole(1, value=96), 16), budget=FEW)
     with pytest.raises(KernelInputError, match="request 1 has 96 tokens, and its table 4 pages of 16"):
-        lengths = torch.tensor([16, 96], dtype=torch.int32)
-        page_scores(real(2, 4, 8), real(64, 2, 8), whole(2, 4), lengths, lse=real(2, 4), scale=1.0, **PAGES)
+        cached = CachedPages(whole(2, 4), torch.tensor([16, 96], dtype=torch.int32), 16)
+        page_scores(real(2, 4, 8), real(64, 2, 8), cached, lse=real(2, 4), scale=1.0, budget=FEW)
+
+
+ONE_DEVICE = "tensors are on cpu and meta, expected one device"
 
 
 @pytest.mark.parametrize("far", range(5))
@@ -138,13 +156,61 @@ def test_pages_are_selected_on_one_device(far: int) -> None:
     tensors = [real(2, 4, 8), real(64, 2, 8), whole(2, 4), whole(2, value=64), real(2, 4)]
     tensors[far] = tensors[far].to("meta")
     q, k, table, lengths, lse = tensors
-    with pytest.raises(KernelInputError, match="tensors are on cpu and meta, expected one device"):
-        page_scores(q, k, table, lengths, lse=lse, scale=1.0, **PAGES)
+    with pytest.raises(KernelInputError, match=ONE_DEVICE):
+        page_scores(q, k, CachedPages(table, lengths, 16), lse=lse, scale=1.0, budget=FEW)
+
+
+@pytest.mark.parametrize("far", ["table", "lengths", "starts"])
+def test_pages_of_a_cache_are_on_one_device(far: str) -> None:
+    tensors = {"table": whole(8), "lengths": whole(2), "starts": whole(2)}
+    with pytest.raises(KernelInputError, match=ONE_DEVICE):
+        CachedPages(**{**tensors, far: tensors[far].to("meta")})  # type: ignore[arg-type]
+
+
+PAGES = CachedPages(whole(2, 4), whole(2, value=64), 16)
+ROUNDED = RoundedKeys.allocate(real(64, 2, 16))
+BESIDE_THE_PAGES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "page_scores": (
+        lambda **given: page_scores(pages=PAGES, scale=1.0, budget=FEW, **given),
+        {"q": real(2, 4, 16), "k": real(64, 2, 16), "lse": real(2, 4), "out": real(2, 4)},
+    ),
+    "select_pages": (
+        lambda **given: select_pages(pages=PAGES, budget=FEW, **given),
+        {"scores": real(2, 4), "out_table": whole(6), "out_starts": whole(2), "out_lengths": whole(2)},
+    ),
+    "update_means": (
+        lambda **given: update_means(pages=PAGES, **given),
+        {"k": real(64, 2, 16), "means": real(4, 2, 16)},
+    ),
+    "compressed_scores": (
+        lambda **given: compressed_scores(pages=PAGES, scale=1.0, budget=FEW, **given),
+        {"q": real(2, 4, 16), "means": real(4, 2, 16), "out": real(2, 4)},
+    ),
+    "round_keys": (
+        lambda codes, ranges, **given: round_keys(rounded=RoundedKeys(codes, ranges), pages=PAGES, **given),
+        {"k": real(64, 2, 16), **ROUNDED._asdict()},
+    ),
+    "rounded_scores": (
+        lambda codes, ranges, **given: rounded_scores(
+            rounded=RoundedKeys(codes, ranges), pages=PAGES, scale=1.0, budget=FEW, **given
+        ),
+        {"q": real(2, 4, 16), "out": real(2, 4), **ROUNDED._asdict()},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "far"), [(name, tensor) for name, (_, tensors) in BESIDE_THE_PAGES.items() for tensor in tensors]
+)
+def test_every_tensor_is_on_the_device_of_the_pages(name: str, far: str) -> None:
+    operation, tensors = BESIDE_THE_PAGES[name]
+    operation(**tensors)
+    with pytest.raises(KernelInputError, match=ONE_DEVICE):
+        operation(**{**tensors, far: tensors[far].to("meta")})
 
 
 def test_what_is_written_and_remembered_is_on_that_device_too() -> None:
-    scores, table, lengths = real(2, 4), whole(2, 4), whole(2, value=64)
     memory = StepMemory(torch.zeros(2, dtype=torch.int64), whole(2), averages=real(2, 4).to("meta"), beta=0.5)
     for more in ({"out_table": whole(2, 3).to("meta")}, {"out_lengths": whole(2).to("meta")}, {"memory": memory}):
-        with pytest.raises(KernelInputError, match="tensors are on cpu and meta, expected one device"):
-            select_pages(scores, table, lengths, **PAGES, **more)
+        with pytest.raises(KernelInputError, match=ONE_DEVICE):
+            select_pages(real(2, 4), PAGES, budget=FEW, **more)  # type: ignore[arg-type]

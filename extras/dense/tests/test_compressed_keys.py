@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from indexcache_dense.kernels import PageBudget, StepMemory, compressed_scores, update_means
+from indexcache_dense.kernels import CachedPages, PageBudget, StepMemory, compressed_scores, update_means
 from indexcache_kernels import KernelInputError
 from indexcache_lab.kernels import block_scores, compress_keys
 from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
@@ -37,9 +38,9 @@ def cache(
     return {
         "q": (torch.randn(rows, heads, dim, generator=generator) * 2).to(DEVICE, dtype),
         "k": k.to(DEVICE, dtype),
-        "table": table.int().to(DEVICE),
-        "lengths": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        "table_page": table_page,
+        "pages": CachedPages(
+            table.int().to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table_page
+        ),
     }
 
 
@@ -47,11 +48,9 @@ def no_means(k: Tensor) -> Tensor:
     return torch.full((len(k) // 16, *k.shape[1:]), torch.nan, dtype=k.dtype, device=DEVICE)
 
 
-def read(given: dict[str, Any], backend: Any, **more: Any) -> Tensor:
+def read(given: dict[str, Any], backend: Any) -> Tensor:
     means = no_means(given["k"])
-    update_means(
-        given["k"], means, given["table"], given["lengths"], table_page=given["table_page"], backend=backend, **more
-    )
+    update_means(given["k"], means, given["pages"], backend=backend)
     return means
 
 
@@ -69,11 +68,11 @@ def test_the_rule_is_that_of_block_scores() -> None:
         budget = PageBudget(page_tokens, pages=2, recent_pages=1)
         found = scored(given, read(given, "naive"), budget, "naive")
         for row, length in enumerate(lengths):
-            k = given["k"][given["table"][row, :length].long()].transpose(0, 1)[None]
+            k = given["k"][given["pages"].table[row, :length].long()].transpose(0, 1)[None]
             expected = block_scores(
                 given["q"][row : row + 1],
                 compress_keys(k),
-                given["lengths"][row : row + 1],
+                given["pages"].lengths[row : row + 1],
                 scale=32**-0.5,
                 block_tokens=page_tokens,
                 backend="naive",
@@ -107,8 +106,8 @@ def test_decoded_tokens_complete_groups(backend: Any) -> None:
     whole = read(given, backend)
     means = no_means(given["k"])
     for length in range(1, 201):
-        lengths = given["lengths"].clamp_max(length)
-        update_means(given["k"], means, given["table"], lengths, table_page=16, newest=True, backend=backend)
+        pages = replace(given["pages"], lengths=given["pages"].lengths.clamp_max(length))
+        update_means(given["k"], means, pages, newest=True, backend=backend)
     assert torch.equal(means.nan_to_num(7.0), whole.nan_to_num(7.0))
 
 
@@ -120,12 +119,12 @@ def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any)
     means = read(given, backend)
     scores = scored(given, means, FEW, backend)
     counts = [-(-length // table_page) for length in lengths]
-    table = torch.cat([given["table"][row, :count] for row, count in enumerate(counts)])
+    table = torch.cat([given["pages"].table[row, :count] for row, count in enumerate(counts)])
     starts = torch.tensor([sum(counts[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
-    listed = {**given, "table": table}
-    assert torch.equal(read(listed, backend, starts=starts).nan_to_num(7.0), means.nan_to_num(7.0))
+    listed = {**given, "pages": replace(given["pages"], table=table, starts=starts)}
+    assert torch.equal(read(listed, backend).nan_to_num(7.0), means.nan_to_num(7.0))
     out = torch.empty_like(scores)
-    scored(listed, means, FEW, backend, starts=starts, out=out)
+    scored(listed, means, FEW, backend, out=out)
     assert torch.equal(out.nan_to_num(), scores.nan_to_num())
 
 
@@ -173,19 +172,22 @@ def test_it_is_the_same_bits_each_time() -> None:
     ],
 )
 def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> None:
+    cached = {"table": torch.zeros(1, 64, dtype=torch.int32), "lengths": torch.ones(1, dtype=torch.int32)}
     given = {
         "q": torch.zeros(1, 4, 16),
         "means": torch.zeros(4, 2, 16),
-        "table": torch.zeros(1, 64, dtype=torch.int32),
-        "lengths": torch.ones(1, dtype=torch.int32),
         "budget": FEW,
+        "table_page": 1,
+        **cached,
+        **changes,
     }
     with pytest.raises(KernelInputError, match=message):
-        compressed_scores(**{**given, **changes}, scale=1.0, backend="naive")
+        pages = CachedPages(*(given.pop(name) for name in ("table", "lengths", "table_page")))
+        compressed_scores(**given, pages=pages, scale=1.0, backend="naive")
 
 
 def test_means_that_do_not_fit_the_cache() -> None:
-    table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    pages = CachedPages(torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     for means in (torch.zeros(3, 2, 16), torch.zeros(4, 1, 16), torch.zeros(4, 2, 16).half()):
         with pytest.raises(KernelInputError, match=r"means are .* expected a row for 16 of \[64, 2, 16\]"):
-            update_means(torch.zeros(64, 2, 16), means, table, lengths, backend="naive")
+            update_means(torch.zeros(64, 2, 16), means, pages, backend="naive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.hf.page_selector import PageSelector
-from indexcache_dense.kernels import PageBudget, StepMemory, page_scores, select_pages
+from indexcache_dense.kernels import CachedPages, PageBudget, StepMemory, page_scores, select_pages
 from indexcache_dense.kernels.page_selection import naive
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_dense.selection import Selection
@@ -34,15 +35,8 @@ def cache(lengths: list[int], width: int, table_page: int, heads: int, kv_heads:
     lse = torch.stack(
         [attention(q, k, table, row, length, table_page).logsumexp(1) for row, length in enumerate(lengths)]
     )
-    return {
-        "q": q,
-        "k": k,
-        "table": table,
-        "lengths": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        "lse": lse,
-        "scale": dim**-0.5,
-        "table_page": table_page,
-    }
+    pages = CachedPages(table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table_page)
+    return {"q": q, "k": k, "pages": pages, "lse": lse, "scale": dim**-0.5}
 
 
 def attention(q: Tensor, k: Tensor, table: Tensor, row: int, length: int, table_page: int) -> Tensor:
@@ -54,7 +48,7 @@ def attention(q: Tensor, k: Tensor, table: Tensor, row: int, length: int, table_
 def test_the_definition_is_the_papers_rule() -> None:
     """Softmax over the tokens, the largest over the heads, the sum over a page."""
     given = cache([70], 80, 1, 4, 2, 16)
-    shares = attention(given["q"], given["k"], given["table"], 0, 70, 1).softmax(1).amax(0)
+    shares = attention(given["q"], given["k"], given["pages"].table, 0, 70, 1).softmax(1).amax(0)
     expected = torch.stack([part.sum() for part in shares.split(16)])
     budget = PageBudget(pages=4, recent_pages=1)
     torch.testing.assert_close(page_scores(**given, budget=budget, backend="naive")[0], expected)
@@ -83,16 +77,14 @@ def test_kernels_are_their_definitions(
         assert all(torch.equal(one[row, :live], found[0][row, :live]) for one in found), "scores depend on splits"
     table, lens = {}, {}
     for backend in ("naive", "triton"):
-        table[backend], lens[backend] = select_pages(
-            expected, given["table"], given["lengths"], budget=budget, table_page=table_page, backend=backend
-        )
+        table[backend], lens[backend] = select_pages(expected, given["pages"], budget=budget, backend=backend)
     assert torch.equal(lens["naive"], lens["triton"])
     assert torch.equal(table["naive"], table["triton"])  # what is not written included
     for row, length in enumerate(lengths):
         tokens = min(-(-length // page_tokens), budget.pages) * page_tokens - (-length % page_tokens)
         assert lens["naive"][row] == tokens
         kept = table["naive"][row, : -(-tokens // table_page)].tolist()
-        own = given["table"][row].tolist()
+        own = given["pages"].table[row].tolist()
         order = [own.index(entry) for entry in kept]
         assert order == sorted(set(order)) and order[0] == 0 and order[-1] == (length - 1) // table_page
 
@@ -105,26 +97,21 @@ def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any)
     budget = PageBudget(pages=4, recent_pages=1, sink_pages=1)
     given = cache(lengths, 256, table_page, 8, 2, 64)
     scores = page_scores(**given, budget=budget, backend=backend, splits=3)
-    rows, tokens = select_pages(
-        scores, given["table"], given["lengths"], budget=budget, table_page=table_page, backend=backend
-    )
+    rows, tokens = select_pages(scores, given["pages"], budget=budget, backend=backend)
     counts = [-(-length // table_page) for length in lengths]
-    table = torch.cat([given["table"][row, :count] for row, count in enumerate(counts)])
+    table = torch.cat([given["pages"].table[row, :count] for row, count in enumerate(counts)])
     starts = torch.tensor([sum(counts[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
-    listed = {**given, "table": table, "starts": starts}
+    listed = replace(given["pages"], table=table, starts=starts)
     out = torch.empty_like(scores)
-    page_scores(**listed, budget=budget, out=out, backend=backend, splits=3)
+    page_scores(**{**given, "pages": listed}, budget=budget, out=out, backend=backend, splits=3)
     assert torch.equal(out.nan_to_num(), scores.nan_to_num())
     kept = [-(-int(count) // table_page) for count in tokens]
     out_table = torch.full((sum(kept) + 2,), -7, dtype=torch.int32, device=DEVICE)
     out_starts = torch.tensor([1 + sum(kept[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
     _, again = select_pages(
         scores,
-        table,
-        given["lengths"],
+        listed,
         budget=budget,
-        table_page=table_page,
-        starts=starts,
         out_table=out_table,
         out_starts=out_starts,
         backend=backend,
@@ -144,9 +131,9 @@ def test_selections_of_any_size_and_with_any_ties_are_the_definition(
     lengths = torch.tensor([16384, 900, 9001, pages * page_tokens + 1], dtype=torch.int32, device=DEVICE)
     scores = torch.randint(values, (4, 16384 // page_tokens), generator=generator) * (3 / values)
     table = torch.stack([torch.randperm(16384 // table_page, generator=generator) for _ in range(4)])
-    given = scores.to(DEVICE), table.int().to(DEVICE), lengths
+    given = scores.to(DEVICE), CachedPages(table.int().to(DEVICE), lengths, table_page)
     budget = PageBudget(page_tokens, pages, recent_pages=8, sink_pages=1)
-    found = {backend: select_pages(*given, budget=budget, table_page=table_page, backend=backend) for backend in BOTH}
+    found = {backend: select_pages(*given, budget=budget, backend=backend) for backend in BOTH}
     assert torch.equal(found["naive"][1], found["triton"][1])
     for row, tokens in enumerate(found["naive"][1].tolist()):
         count = -(-tokens // table_page)
@@ -159,9 +146,10 @@ def test_scores_that_are_no_numbers_take_no_room_of_others(table_page: int, scor
     lengths, budget = torch.full((3,), 512, dtype=torch.int32, device=DEVICE), PageBudget(16, 8, 2, 1)
     scores = torch.rand(3, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     table = torch.arange(3 * 512 // table_page, dtype=torch.int32, device=DEVICE).view(3, -1)
-    expected, _ = select_pages(scores, table, lengths, budget=budget, table_page=table_page, backend="triton")
+    cached = CachedPages(table, lengths, table_page)
+    expected, _ = select_pages(scores, cached, budget=budget, backend="triton")
     scores[1] = score
-    found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=table_page, backend="triton")
+    found, tokens = select_pages(scores, cached, budget=budget, backend="triton")
     assert tokens.tolist() == [128] * 3 and torch.equal(found[::2], expected[::2])
     own = found[1].tolist()
     assert own == sorted(set(own)) and set(own) <= set(table[1].tolist())
@@ -175,7 +163,7 @@ def test_of_equal_scores_the_lower_pages_win(backend: Any) -> None:
 
     def kept(**sizes: int) -> list[int]:
         budget = PageBudget(pages=4, **{"recent_pages": 1, **sizes})
-        found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=16, backend=backend)
+        found, tokens = select_pages(scores, CachedPages(table, lengths, 16), budget=budget, backend=backend)
         assert tokens.tolist() == [64]
         return found[0].tolist()
 
@@ -233,7 +221,8 @@ def test_memory_is_the_reference_engines(steps: str, backend: Any) -> None:
             *(memory.steps, memory.averages, memory.beta, memory.held, memory.every),
         )
         table = torch.arange(len(lengths) * most, dtype=torch.int32, device=DEVICE).view(-1, most)
-        found, tokens = select_pages(scores, table, lengths, budget=budget, table_page=4, memory=batch, backend=backend)
+        cached = CachedPages(table, lengths, 4)
+        found, tokens = select_pages(scores, cached, budget=budget, memory=batch, backend=backend)
         for row, (request, (length, selector)) in enumerate(list(running.items())):
             live = -(-length // 4)
             kept = selector.choose(scores[row : row + 1, None, :live].cpu(), length - 1)[0, 0]
@@ -277,9 +266,7 @@ def test_memory_that_does_not_fit(changes: dict[str, Any], message: str) -> None
         page_scores(**given, budget=budget, memory=StepMemory(**memory))
     with pytest.raises(KernelInputError, match=message):
         scores = torch.zeros(1, 16, device=DEVICE)
-        select_pages(
-            scores, given["table"], given["lengths"], budget=budget, table_page=16, memory=StepMemory(**memory)
-        )
+        select_pages(scores, given["pages"], budget=budget, memory=StepMemory(**memory))
 
 
 def test_static_outputs_are_written_in_place() -> None:
@@ -290,9 +277,7 @@ def test_static_outputs_are_written_in_place() -> None:
         torch.full((1, 4), 7, dtype=torch.int32, device=DEVICE),
         torch.zeros(1, dtype=torch.int32, device=DEVICE),
     )
-    found = select_pages(
-        out, given["table"], given["lengths"], budget=budget, table_page=16, out_table=table, out_lengths=lengths
-    )
+    found = select_pages(out, given["pages"], budget=budget, out_table=table, out_lengths=lengths)
     assert found[0] is table and found[1] is lengths and lengths.tolist() == [3 * 16 + 8]
 
 
@@ -314,6 +299,8 @@ def test_budgets_that_can_not_be(sizes: dict[str, int], message: str) -> None:
     ("changes", "message"),
     [
         ({"table_page": 3}, r"table_page is 3, expected a divisor of page_tokens \(16\)"),
+        ({"table_page": 0}, "table_page is 0, expected at least 1"),
+        ({"table": torch.zeros(1, 128, dtype=torch.int32)[:, ::2]}, "in rows"),
         ({"table": torch.zeros(1, 64)}, r"table is \[1, 64\] of torch.float32, expected \[B, M\] of torch.int32"),
         (
             {"lengths": torch.zeros(2, dtype=torch.int32)},
@@ -340,16 +327,24 @@ def test_budgets_that_can_not_be(sizes: dict[str, int], message: str) -> None:
 )
 def test_inputs_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
-        key: value.cpu() if isinstance(value, Tensor) else value for key, value in cache([60], 64, 1, 4, 2, 16).items()
+        "q": torch.zeros(1, 4, 16),
+        "k": torch.zeros(64, 2, 16),
+        "lse": torch.zeros(1, 4),
+        "scale": 0.25,
+        "budget": PageBudget(pages=3, recent_pages=1),
+        "table": torch.zeros(1, 64, dtype=torch.int32),
+        "lengths": torch.tensor([60], dtype=torch.int32),
+        **changes,
     }
     with pytest.raises(KernelInputError, match=message):
-        page_scores(**{**given, "budget": PageBudget(pages=3, recent_pages=1), **changes})
+        cached = {item.name: given.pop(item.name) for item in fields(CachedPages) if item.name in given}
+        page_scores(**given, pages=CachedPages(**cached))
 
 
 def test_outputs_that_do_not_fit() -> None:
     table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
     budget = PageBudget(pages=3, recent_pages=1)
     with pytest.raises(KernelInputError, match=r"scores is \[1, 5\] of torch.float32, expected \[1, 4\]"):
-        select_pages(torch.zeros(1, 5), table, lengths, budget=budget)
+        select_pages(torch.zeros(1, 5), CachedPages(table, lengths), budget=budget)
     with pytest.raises(KernelInputError, match=r"out_table is \[1, 3\] of torch.int32, expected \[1, 48\]"):
-        select_pages(torch.zeros(1, 4), table, lengths, budget=budget, out_table=table[:, :3])
+        select_pages(torch.zeros(1, 4), CachedPages(table, lengths), budget=budget, out_table=table[:, :3])

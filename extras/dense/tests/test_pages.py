@@ -16,7 +16,7 @@ from indexcache_dense.family.layer_pages import budget_of
 from indexcache_dense.hf import pages as pages_module
 from indexcache_dense.hf.page_selector import PageSelector, token_max_scores
 from indexcache_dense.hf.pages import apply_page_roles, attention_in_blocks
-from indexcache_dense.kernels import page_scores, select_pages
+from indexcache_dense.kernels import CachedPages, page_scores, select_pages
 from indexcache_dense.kernels.page_selection import naive
 from indexcache_dense.selection import Selection
 from indexcache_search.errors import SearchError
@@ -99,15 +99,13 @@ class Decoder:
         seen = torch.ones(query.shape[2], len(slots), dtype=torch.bool).tril(len(slots) - query.shape[2])
         products = (query[0] @ k.mT * scaling).masked_fill(~seen, -torch.inf)
         if query.shape[2] == 1 and self.roles[module.layer_idx : module.layer_idx + 2] == "DS":
-            given = {
-                "table": torch.arange(-(-length // 4) * 4, dtype=torch.int32)[None],
-                "lengths": torch.tensor([length], dtype=torch.int32),
-            }
+            table = torch.arange(-(-length // 4) * 4, dtype=torch.int32)[None]
+            pages = CachedPages(table, torch.tensor([length], dtype=torch.int32))
             scores = page_scores(
-                query[0].transpose(0, 1), key[0].transpose(0, 1).contiguous(), lse=products.logsumexp(-1).mT,
-                scale=scaling, budget=budget_of(FEW), **given,
+                query[0].transpose(0, 1), key[0].transpose(0, 1).contiguous(), pages, lse=products.logsumexp(-1).mT,
+                scale=scaling, budget=budget_of(FEW),
             )  # fmt: skip
-            self.table, self.lengths = select_pages(scores, budget=budget_of(FEW), **given)
+            self.table, self.lengths = select_pages(scores, pages, budget=budget_of(FEW))
         return (products.softmax(-1) @ v).transpose(0, 1)[None], None
 
 

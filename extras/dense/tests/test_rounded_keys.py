@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from extras.dense.tests.test_compressed_keys import cache
-from indexcache_dense.kernels import PageBudget, RoundedKeys, StepMemory, round_keys, rounded_scores
+from indexcache_dense.kernels import CachedPages, PageBudget, RoundedKeys, StepMemory, round_keys, rounded_scores
 from indexcache_kernels import KernelInputError
 from tests.kernels.interpreter import DEVICE, INTERPRETED, LARGE, poisoned
 
@@ -33,11 +34,9 @@ def nothing(k: Tensor) -> RoundedKeys:
     return empty
 
 
-def read(given: dict[str, Any], backend: Any, **more: Any) -> RoundedKeys:
+def read(given: dict[str, Any], backend: Any) -> RoundedKeys:
     rounded = nothing(given["k"])
-    round_keys(
-        given["k"], rounded, given["table"], given["lengths"], table_page=given["table_page"], backend=backend, **more
-    )
+    round_keys(given["k"], rounded, given["pages"], backend=backend)
     return rounded
 
 
@@ -72,7 +71,7 @@ def test_scores_are_those_of_float64() -> None:
         given = cache(lengths, 512, 1, 8, 2, 32)
         found = scored(given, read(given, "naive"), PageBudget(page_tokens, pages=2, recent_pages=1), "naive")
         for row, length in enumerate(lengths):
-            keys = RoundedKeys.of(given["k"][given["table"][row, :length].long()]).keys.double()  # [L, G, D]
+            keys = RoundedKeys.of(given["k"][given["pages"].table[row, :length].long()]).keys.double()  # [L, G, D]
             expected = torch.zeros(-(-length // page_tokens), dtype=torch.float64, device=DEVICE)
             for group in (0, 1):
                 shares = (keys[:, group] @ given["q"][row, 4 * group : 4 * group + 4].double().T * 32**-0.5).softmax(0)
@@ -104,8 +103,8 @@ def test_decoded_tokens_are_rounded_as_prompts_are(backend: Any) -> None:
     whole = read(given, backend)
     rounded = nothing(given["k"])
     for length in range(1, 71):
-        lengths = given["lengths"].clamp_max(length)
-        round_keys(given["k"], rounded, given["table"], lengths, table_page=16, newest=True, backend=backend)
+        pages = replace(given["pages"], lengths=given["pages"].lengths.clamp_max(length))
+        round_keys(given["k"], rounded, pages, newest=True, backend=backend)
     assert same(rounded, whole)
 
 
@@ -117,12 +116,12 @@ def test_lists_are_tables_with_rows_of_any_length(table_page: int, backend: Any)
     rounded = read(given, backend)
     scores = scored(given, rounded, FEW, backend)
     counts = [-(-length // table_page) for length in lengths]
-    table = torch.cat([given["table"][row, :count] for row, count in enumerate(counts)])
+    table = torch.cat([given["pages"].table[row, :count] for row, count in enumerate(counts)])
     starts = torch.tensor([sum(counts[:row]) for row in range(5)], dtype=torch.int32, device=DEVICE)
-    listed = {**given, "table": table}
-    assert same(read(listed, backend, starts=starts), rounded)
+    listed = {**given, "pages": replace(given["pages"], table=table, starts=starts)}
+    assert same(read(listed, backend), rounded)
     out = torch.empty_like(scores)
-    scored(listed, rounded, FEW, backend, starts=starts, out=out)
+    scored(listed, rounded, FEW, backend, out=out)
     assert torch.equal(out.nan_to_num(), scores.nan_to_num())
 
 
@@ -175,23 +174,26 @@ KEYS = torch.zeros(2, 64, 16)
     ],
 )
 def test_what_does_not_fit_together(changes: dict[str, Any], message: str) -> None:
+    cached = {"table": torch.zeros(1, 64, dtype=torch.int32), "lengths": torch.ones(1, dtype=torch.int32)}
     given = {
         "q": torch.zeros(1, 4, 16),
         "rounded": RoundedKeys.of(KEYS),
-        "table": torch.zeros(1, 64, dtype=torch.int32),
-        "lengths": torch.ones(1, dtype=torch.int32),
         "budget": FEW,
+        "table_page": 1,
+        **cached,
+        **changes,
     }
     with pytest.raises(KernelInputError, match=message):
-        rounded_scores(**{**given, **changes}, scale=1.0, backend="naive")
+        pages = CachedPages(*(given.pop(name) for name in ("table", "lengths", "table_page")))
+        rounded_scores(**given, pages=pages, scale=1.0, backend="naive")
 
 
 def test_what_does_not_fit_the_cache() -> None:
-    table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    pages = CachedPages(torch.zeros(1, 64, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     for k, message in (
         (torch.zeros(64, 2, 15), r"k is \[64, 2, 15\], expected \[slots, G, D\] with an even D"),
         (torch.zeros(63, 2, 16), r"codes is \[2, 64, 8\] of torch.uint8, expected \[2, 63, 8\]"),
         (torch.zeros(64, 1, 16), r"codes is \[2, 64, 8\] of torch.uint8, expected \[1, 64, 8\]"),
     ):
         with pytest.raises(KernelInputError, match=message):
-            round_keys(k, RoundedKeys.of(KEYS), table, lengths, backend="naive")
+            round_keys(k, RoundedKeys.of(KEYS), pages, backend="naive")

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from extras.dense.tests.test_pages import dense_model
-from extras.lab.tests.test_eviction import heads_for
+from extras.lab.tests.evicting import heads_for
 from indexcache_dense.hf.pages import apply_page_roles
 from indexcache_dense.reuse import NO_MEMORY, ReusePolicy
 from indexcache_dense.selection import Heads, Selection

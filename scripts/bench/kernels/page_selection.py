@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.kernels import (
+    CachedPages,
     PageBudget,
     RoundedKeys,
     compressed_scores,
@@ -52,44 +53,34 @@ class Layer:
         self.table = (pages[:, None] * 16 + torch.arange(16, device="cuda")).flatten().int()
         self.starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
         self.lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+        self.pages = CachedPages(self.table, self.lengths, starts=self.starts[:-1])
         self.lse = torch.full((batch, heads), 10.0, device="cuda")
         self.compressed = torch.empty(slots // 16, kv_heads, DIM, device="cuda", dtype=torch.bfloat16)
         self.rounded = RoundedKeys.allocate(self.k)
         self.scores = torch.empty(batch, -(-length // 16), device="cuda")
 
     def page_scores(self, budget: PageBudget) -> Tensor:
-        given = self.q, self.k, self.table, self.lengths
-        return page_scores(
-            *given, lse=self.lse, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores
-        )
+        given = self.q, self.k, self.pages
+        return page_scores(*given, lse=self.lse, scale=DIM**-0.5, budget=budget, out=self.scores)
 
     def means(self, newest: bool) -> Tensor:
-        given = self.k, self.compressed, self.table, self.lengths
-        update_means(*given, starts=self.starts[:-1], newest=newest)
+        update_means(self.k, self.compressed, self.pages, newest=newest)
         return self.compressed
 
     def compressed_scores(self, budget: PageBudget) -> Tensor:
-        given = self.q, self.compressed, self.table, self.lengths
-        return compressed_scores(*given, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores)
+        given = self.q, self.compressed, self.pages
+        return compressed_scores(*given, scale=DIM**-0.5, budget=budget, out=self.scores)
 
     def round_keys(self, newest: bool) -> None:
-        round_keys(self.k, self.rounded, self.table, self.lengths, starts=self.starts[:-1], newest=newest)
+        round_keys(self.k, self.rounded, self.pages, newest=newest)
 
     def rounded_scores(self, budget: PageBudget) -> Tensor:
-        given = self.q, self.rounded, self.table, self.lengths
-        return rounded_scores(*given, scale=DIM**-0.5, budget=budget, starts=self.starts[:-1], out=self.scores)
+        given = self.q, self.rounded, self.pages
+        return rounded_scores(*given, scale=DIM**-0.5, budget=budget, out=self.scores)
 
     def select_pages(self, budget: PageBudget, tokens: Tensor, starts: Tensor, kept: Tensor) -> None:
-        select_pages(
-            self.scores,
-            self.table,
-            self.lengths,
-            budget=budget,
-            starts=self.starts[:-1],
-            out_table=tokens,
-            out_starts=starts,
-            out_lengths=kept,
-        )
+        out = {"out_table": tokens, "out_starts": starts, "out_lengths": kept}
+        select_pages(self.scores, self.pages, budget=budget, **out)
 
 
 def flashinfer_attention(layer: Layer, tokens: int | None = None, split: bool = True) -> Callable[[], Any]:

@@ -163,13 +163,14 @@ def read_all(runner: Any) -> None:
     """Let selecting layers keep what they need of the whole cache, as if one request had read it."""
     import torch
 
-    from indexcache_dense.family.layer_pages import PageTable
+    from indexcache_dense.kernels import CachedPages
 
     for layer, kept in runner.attn_backend.indexcache_pages.items():
         keys = runner.token_to_kv_pool.get_key_buffer(layer)
         slots = torch.arange(len(keys) // 16 * 16, dtype=torch.int32, device=keys.device)[None]
         lengths = torch.tensor([slots.shape[1]], dtype=torch.int32, device=keys.device)
-        kept.read(keys, PageTable(slots, lengths, torch.zeros(1, dtype=torch.int64, device=keys.device)), "auto")
+        first = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        kept.read(keys, CachedPages(slots, lengths), first, "auto")
 
 
 def times(runner: Any, batch: int, context: int, repeats: int) -> dict[str, float]:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexcache_dense.family.layer_pages import LayerPages, PageTable
+from indexcache_dense.family.layer_pages import LayerPages
 from indexcache_dense.family.sglang import CAPTURED, LayerRole
+from indexcache_dense.kernels import CachedPages
 from indexcache_dense.selection import Selection
 from indexcache_kernels.backends import Backend
 from sglang_indexcache.io.errors import ProofError
@@ -46,8 +47,8 @@ def keep_read(backend: Any, layer: Any, batch: Any, kernels: Backend = "auto") -
         return
     lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
     entries = backend.indexcache_requests[batch.req_pool_indices, : int(lengths.max())]
-    table = PageTable(entries.int(), batch.seq_lens.int(), batch.req_pool_indices)
-    kept.read(backend.token_to_kv_pool.get_key_buffer(layer.layer_id), table, kernels)
+    keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
+    kept.read(keys, CachedPages(entries.int(), batch.seq_lens.int()), batch.req_pool_indices, kernels)
 
 
 def kept_tokens(lengths: Tensor, selection: Selection) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.family.decoding import keep_read, note_captured, role_of, store_keys
-from indexcache_dense.family.layer_pages import LayerPages, PageTable
+from indexcache_dense.family.layer_pages import LayerPages
+from indexcache_dense.kernels import CachedPages
 from indexcache_dense.selection import TOKEN_MAX
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.pattern import DENSE, FULL
@@ -83,10 +84,11 @@ def make_backend_class(stock: Any) -> Any:
             table, lengths = kept.select(
                 q.reshape(-1, layer.tp_q_head_num, layer.head_dim),
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                lse,
-                layer.scaling,
-                PageTable(entries, lengths, batch.req_pool_indices[: len(entries)], self.page_size),
-                "auto",
+                CachedPages(entries, lengths, self.page_size),
+                batch.req_pool_indices[: len(entries)],
+                lse=lse,
+                scale=layer.scaling,
+                backend="auto",
                 out_table=self._indexcache_tables[len(entries)],
             )
             self._indexcache_chosen = replace(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.family.decoding import keep_read, kept_tokens, note_captured, role_of, store_keys
-from indexcache_dense.family.layer_pages import LayerPages, PageTable
+from indexcache_dense.family.layer_pages import LayerPages
+from indexcache_dense.kernels import CachedPages
 from indexcache_dense.selection import TOKEN_MAX, Selection
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.pattern import DENSE, FULL
@@ -133,12 +134,11 @@ def make_backend_class(stock: Any) -> Any:
             kept.select(
                 q.reshape(batch_size, layer.tp_q_head_num, layer.head_dim),
                 self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-                lse,
-                layer.scaling,
-                PageTable(
-                    dense._paged_kv_indices_buf, plan.lengths, batch.req_pool_indices[:batch_size], starts=starts
-                ),
-                "auto",
+                CachedPages(dense._paged_kv_indices_buf, plan.lengths, starts=starts),
+                batch.req_pool_indices[:batch_size],
+                lse=lse,
+                scale=layer.scaling,
+                backend="auto",
                 scores=torch.empty(batch_size, most, dtype=torch.float32, device=q.device),
                 out_table=plan.tokens,
                 out_starts=plan.starts[:batch_size],

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.kernels import (
+    CachedPages,
     PageBudget,
     RoundedKeys,
     StepMemory,
@@ -36,27 +37,8 @@ from indexcache_kernels.backends import Backend
 
 
 @dataclass(frozen=True)
-class PageTable:
-    """Where the tokens of a batch of requests lie, as the kernels take it.
-
-    Attributes:
-        entries: `[B, M]`, int32: the cache pages of each request in order; with `starts` one list of them all, `[T]`.
-        lengths: `[B]`, int32: tokens in the cache, the newest one included.
-        requests: `[B]`: rows of SGLang's table of requests.
-        page: slots of an entry.
-        starts: `[B]`, int32: where each request begins in a list.
-    """
-
-    entries: Tensor
-    lengths: Tensor
-    requests: Tensor
-    page: int = 1
-    starts: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class LayerPages:
-    """What one selecting layer of a rank keeps; see the module.
+    """Digests and memory of one selecting layer of a rank; see the module.
 
     Attributes:
         selection: how it selects.
@@ -96,7 +78,7 @@ class LayerPages:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps anything: a selection by each step's own attention needs nothing."""
+        """True if it keeps anything: a selection by each step's own attention needs nothing."""
         return any(item is not None for item in (self.means, self.rounded, self.steps))
 
     @property
@@ -105,19 +87,21 @@ class LayerPages:
         kept = (self.means, *(self.rounded or ()), self.steps, self.rows)
         return sum(item.nbytes for item in kept if item is not None)
 
-    def read(self, keys: Tensor, table: PageTable, backend: Backend) -> None:
-        """Keep what a pass that read a part of some requests has made of their pages, `keys` being `[slots, G, D]`."""
-        self._update(keys, table, False, backend)
+    def read(self, keys: Tensor, pages: CachedPages, requests: Tensor, backend: Backend) -> None:
+        """Keep what a pass that read a part of some requests has made of their pages; arguments as for `select`."""
+        self._update(keys, pages, False, backend)
         if self.steps is not None:
-            self.steps[table.requests] = 0
+            self.steps[requests] = 0
 
-    def select(  # noqa: PLR0917
+    def select(
         self,
         q: Tensor,
         keys: Tensor,
+        pages: CachedPages,
+        requests: Tensor,
+        *,
         lse: Tensor | None,
         scale: float,
-        table: PageTable,
         backend: Backend,
         scores: Tensor | None = None,
         **out: Any,
@@ -127,37 +111,36 @@ class LayerPages:
         Args:
             q: `[B, H, D]`, the queries of the step.
             keys: `[slots, G, D]`, the layer's cache, with the keys of the step.
+            pages: where the tokens lie.
+            requests: `[B]`: rows of SGLang's table of requests.
             lse: `[B, H]`, float32, logarithm of the attention's denominator, if it scores the pages.
             scale: what products of queries and keys are multiplied by.
-            table: where the tokens lie.
             backend: of the kernels.
-            scores: `[B, pages]`, float32, to write scores into; required for a table with `starts`.
+            scores: `[B, pages]`, float32, to write scores into; required for a table that is a list.
             out: where the selection is written, see `select_pages`.
 
         Returns:
             Page table and lengths, int32, of what is attended to.
         """
         budget = budget_of(self.selection)
-        memory = self._memory(table.requests)
-        where: dict[str, Any] = {"table_page": table.page, "starts": table.starts, "backend": backend, "memory": memory}
-        given = {"scale": scale, "budget": budget, "out": scores, **where}
-        self._update(keys, table, True, backend)
+        how: dict[str, Any] = {"budget": budget, "memory": self._memory(requests), "backend": backend}
+        given = {"scale": scale, "out": scores, **how}
+        self._update(keys, pages, True, backend)
         if self.means is not None:
-            scores = compressed_scores(q, self.means, table.entries, table.lengths, **given)
+            scores = compressed_scores(q, self.means, pages, **given)
         elif self.rounded is not None:
-            scores = rounded_scores(q, self.rounded, table.entries, table.lengths, **given)
+            scores = rounded_scores(q, self.rounded, pages, **given)
         else:
             assert lse is not None
-            scores = page_scores(q, keys, table.entries, table.lengths, lse=lse, **given)
-        return select_pages(scores, table.entries, table.lengths, budget=budget, **where, **out)
+            scores = page_scores(q, keys, pages, lse=lse, **given)
+        return select_pages(scores, pages, **how, **out)
 
-    def _update(self, keys: Tensor, table: PageTable, newest: bool, backend: Backend) -> None:
+    def _update(self, keys: Tensor, pages: CachedPages, newest: bool, backend: Backend) -> None:
         """Write digests of keys."""
-        where: dict[str, Any] = {"table_page": table.page, "starts": table.starts, "newest": newest}
         if self.means is not None:
-            update_means(keys, self.means, table.entries, table.lengths, backend=backend, **where)
+            update_means(keys, self.means, pages, newest=newest, backend=backend)
         if self.rounded is not None:
-            round_keys(keys, self.rounded, table.entries, table.lengths, backend=backend, **where)
+            round_keys(keys, self.rounded, pages, newest=newest, backend=backend)
 
     def _memory(self, requests: Tensor) -> StepMemory | None:
         steps, rows, policy = self.steps, self.rows, self.selection.steps

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from indexcache_dense.family.decoding import keep_read, role_of, store_keys
-from indexcache_dense.family.layer_pages import LayerPages, PageTable
+from indexcache_dense.family.layer_pages import LayerPages
+from indexcache_dense.kernels import CachedPages
 from indexcache_dense.selection import TOKEN_MAX
 from indexcache_kernels.patching import replaced
 from sglang_indexcache.pattern import DENSE, FULL
@@ -62,7 +63,8 @@ def make_backend_class(stock: Any) -> Any:
             scale = float(layer.scaling)
             by_attention = kept.selection.score == TOKEN_MAX
             lse = _denominators(queries, keys, entries, lengths, scale) if by_attention else None
-            return kept.select(queries, keys, lse, scale, PageTable(entries, lengths, batch.req_pool_indices), "naive")
+            pages = CachedPages(entries, lengths)
+            return kept.select(queries, keys, pages, batch.req_pool_indices, lse=lse, scale=scale, backend="naive")
 
     return ChoosingTorchNative
 

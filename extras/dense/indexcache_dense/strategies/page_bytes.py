@@ -1,4 +1,4 @@
-"""What a decode step reads of a request's keys and values, by the pattern of a dense model."""
+"""Bytes of a request's keys and values that a decode step reads, by the pattern of a dense model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PageBytes:
 
     @property
     def _scoring(self) -> float:
-        """What selecting reads: keys are half of keys and values."""
+        """Tokens whose keys and values are as many bytes as selecting reads: keys are half of these."""
         if self.context <= self.selection.tokens:
             return 0.0
         read = self.context / 2

@@ -58,18 +58,19 @@ def apart(model: Any, pattern: Pattern, served: Served, ranks: int, read: Tensor
 def _selections(model: Path, asked: list[list[int]], steps: int) -> tuple[list[Served], list[list[list[int]]]]:
     """What was served, and the pages of each selection of each request, one selecting layer after the other."""
     from indexcache_dense.family.layer_pages import LayerPages
+    from indexcache_dense.kernels import CachedPages
     from scripts.tools import inprocess
 
     select, found = LayerPages.select, list[list[list[int]]]()
 
-    def recording(kept: LayerPages, q: Any, keys: Any, lse: Any, scale: float, table: Any, *more: Any) -> Any:
-        slots, counts = select(kept, q, keys, lse, scale, table, *more)
-        pages = []
-        for row, length in enumerate(table.lengths.tolist()):
-            position = {slot: at for at, slot in enumerate(table.entries[row, :length].tolist())}
+    def recording(kept: LayerPages, q: Any, keys: Any, pages: CachedPages, *more: Any, **named: Any) -> Any:
+        slots, counts = select(kept, q, keys, pages, *more, **named)
+        chosen = []
+        for row, length in enumerate(pages.lengths.tolist()):
+            position = {slot: at for at, slot in enumerate(pages.table[row, :length].tolist())}
             taken = [position[slot] // kept.selection.page_tokens for slot in slots[row, : counts[row]].tolist()]
-            pages.append(sorted(set(taken)))
-        found.append(pages)
+            chosen.append(sorted(set(taken)))
+        found.append(chosen)
         return slots, counts
 
     LayerPages.select = recording  # type: ignore[method-assign]

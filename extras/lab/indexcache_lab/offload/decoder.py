@@ -139,7 +139,7 @@ class OffloadedDecoder:
 
     @property
     def _biased(self) -> bool:
-        """Whether trained heads add to the scaled products."""
+        """True if trained heads add to the scaled products."""
         if self._trained is None:
             return False
         return self._trained.bias(0, self._new(1, self._groups, 1, self._dim)) is not None

@@ -39,7 +39,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Released:
-    """What a released checkpoint is, as a plain Llama.
+    """A released checkpoint, described as a plain Llama.
 
     Attributes:
         config: config.json of the plain Llama.

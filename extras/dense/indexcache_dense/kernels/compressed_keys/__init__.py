@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from indexcache_dense.kernels.compressed_keys import naive
 from indexcache_dense.kernels.compressed_keys.naive import GROUP
-from indexcache_dense.kernels.page_selection import PageBudget, StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages, check_table
+from indexcache_dense.kernels.page_selection import StepMemory
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
+from indexcache_kernels.errors import KernelInputError, share_evenly
 
 __all__ = ["GROUP", "compressed_scores", "update_means"]
 
@@ -18,11 +17,8 @@ __all__ = ["GROUP", "compressed_scores", "update_means"]
 def update_means(
     k: Tensor,
     means: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     newest: bool = False,
     backend: Backend = "auto",
 ) -> None:
@@ -34,20 +30,15 @@ def update_means(
     Args:
         k: `[slots, G, D]`, a layer's key cache: float32, bfloat16 or float16.
         means: `[slots / 16, G, D]`, in the dtype of `k`, to write into.
-        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each. With `starts` one
-            list of them all, `[T]`.
-        lengths: `[B]`, int32: tokens in the cache, the newest one included.
-        table_page: slots of a page of `table`.
-        starts: `[B]`, int32: where each request begins in a table that is a list.
+        pages: where the tokens lie.
         newest: write only the groups that the newest tokens complete.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
     _check_rows(k, means)
-    check_table(table, lengths, starts)
-    expect_one_device(k, means, table, lengths, starts)
+    pages.expect_beside(k, means)
     if len(means) * GROUP < len(k) // GROUP * GROUP or means.shape[1:] != k.shape[1:] or means.dtype != k.dtype:
         raise KernelInputError(
             f"means are {list(means.shape)} of {means.dtype}, expected a row for {GROUP} of {list(k.shape)} {k.dtype}"
@@ -55,21 +46,18 @@ def update_means(
     if runs_triton(backend, k):
         from indexcache_dense.kernels.compressed_keys import triton
 
-        triton.update_means(k, means, table, lengths, table_page, starts, newest)
+        triton.update_means(k, means, pages, newest)
     else:
-        naive.update_means(k, means, table, lengths, table_page, starts, newest)
+        naive.update_means(k, means, pages, newest)
 
 
 def compressed_scores(
     q: Tensor,
     means: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
     scale: float,
     budget: PageBudget,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
     memory: StepMemory | None = None,
@@ -83,13 +71,11 @@ def compressed_scores(
     Args:
         q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16; head h uses key head h // (H / G).
         means: `[rows, G, D]` in the dtype of `q`, see `update_means`.
-        table: `[B, M]`, int32, as there.
-        lengths: `[B]`, int32, as there.
+        pages: where the tokens lie.
         scale: what products of queries and keys are multiplied by.
-        budget: sizes; pages of a multiple of 16 tokens.
-        table_page: slots of a page of `table`; divides `budget.page_tokens`.
-        starts: as there; `out` must be given then.
-        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given.
+        budget: sizes; `pages.table_page` divides `page_tokens`, a multiple of 16.
+        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given, which takes a table
+            with rows.
         splits: programs a request and key head, a power of two; chosen by the batch if not given.
         memory: of the steps before; requests whose step takes held pages are left out.
         backend: as there.
@@ -98,11 +84,11 @@ def compressed_scores(
         `out`. Only the live pages of requests that exceed the budget are written: others take all of theirs.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
     _check_rows(means, means)
-    pages = CachedPages(table, lengths, starts, table_page, budget)
-    batch, most = pages.check("out", out)
+    batch = pages.batch
+    out = pages.room_for_scores(budget, out)
     if (
         q.ndim != 3
         or q.shape[0] != batch
@@ -116,18 +102,17 @@ def compressed_scores(
         raise KernelInputError(f"q is {q.dtype} and means {means.dtype}, expected one dtype")
     if budget.page_tokens % GROUP:
         raise KernelInputError(f"page_tokens is {budget.page_tokens}, expected a multiple of {GROUP}")
-    if out is None:
-        out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
-    expect("out", out, (batch, most), torch.float32)
-    expect_one_device(q, means, table, lengths, starts, out)
+    pages.expect_beside(q, means, out)
     if memory is not None:
-        memory.check(batch, most, q)
+        memory.check(batch, out.shape[1], q)
     if runs_triton(backend, q):
         from indexcache_dense.kernels.compressed_keys import triton
 
-        triton.compressed_scores(q.contiguous(), means, pages, scale=scale, out=out, splits=splits, memory=memory)
+        triton.compressed_scores(
+            q.contiguous(), means, pages, scale=scale, budget=budget, out=out, splits=splits, memory=memory
+        )
     else:
-        naive.compressed_scores(q, means, pages, scale=scale, out=out, memory=memory)
+        naive.compressed_scores(q, means, pages, scale=scale, budget=budget, out=out, memory=memory)
     return out
 
 

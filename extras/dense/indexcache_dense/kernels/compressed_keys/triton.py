@@ -11,8 +11,8 @@ from torch import Tensor
 
 from indexcache_dense.kernels.compressed_keys.naive import GROUP
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages
-from indexcache_dense.kernels.page_selection.triton import due_steps, pages_of, skipped
+from indexcache_dense.kernels.page_selection.triton import due_steps, skipped, table_of
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_kernels.heads import head_sizes, load_heads, products
 
 _TILE = 64  # compressed keys of a product
@@ -138,18 +138,15 @@ def _pages_kernel(
     tl.store(out_ptr + row * out_stride + page, score, mask=page < pages)
 
 
-def update_means(
-    k: Tensor, means: Tensor, table: Tensor, lengths: Tensor, table_page: int, starts: Tensor | None, newest: bool
-) -> None:
+def update_means(k: Tensor, means: Tensor, pages: CachedPages, newest: bool) -> None:
     """Compute `naive.update_means`; `k` may have strides of its own, but for its last axis."""
-    batch, width = len(lengths), means.shape[1] * means.shape[2]
+    width = means.shape[1] * means.shape[2]
     block = min(_WIDTH, triton.next_power_of_2(width))
-    splits = 1 if newest else max(1, _PROGRAMS // max(1, batch))
-    _means_kernel[(batch, splits, triton.cdiv(width, block))](
-        k_ptr=k, means_ptr=means, table_ptr=table, starts_ptr=lengths if starts is None else starts,
-        lengths_ptr=lengths, k_slot_stride=k.stride(0), k_head_stride=k.stride(1), table_stride=table.stride(0),
-        width=width, DIM=k.shape[2], WIDTH=block, TOKENS=GROUP, TABLE_PAGE=table_page, NEWEST=newest, SPLITS=splits,
-        LISTED=starts is not None,
+    splits = 1 if newest else max(1, _PROGRAMS // max(1, pages.batch))
+    _means_kernel[(pages.batch, splits, triton.cdiv(width, block))](
+        k_ptr=k, means_ptr=means, lengths_ptr=pages.lengths, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
+        width=width, DIM=k.shape[2], WIDTH=block, TOKENS=GROUP, TABLE_PAGE=pages.table_page, NEWEST=newest,
+        SPLITS=splits, **table_of(pages),
     )  # fmt: skip
 
 
@@ -159,30 +156,27 @@ def compressed_scores(
     pages: CachedPages,
     *,
     scale: float,
+    budget: PageBudget,
     out: Tensor,
     splits: int | None,
     memory: StepMemory | None,
 ) -> None:
     """Compute `naive.compressed_scores`."""
     batch, heads, kv_heads = len(q), q.shape[1], means.shape[1]
-    inside = pages.budget.page_tokens // GROUP
+    inside = budget.page_tokens // GROUP
     room = out.shape[1] * inside
     parts = splits or triton.next_power_of_2(max(1, min(16, _PROGRAMS // max(1, batch * kv_heads))))
     kept, highest, total = (
         torch.empty((batch, heads, count), dtype=torch.float32, device=q.device) for count in (room, parts, parts)
     )
     sizes: dict[str, Any] = head_sizes(q, kv_heads, 1 << 16)
-    listed = pages_of(pages)
-    due = due_steps(pages, memory)
     shared = {
-        "lengths_ptr": pages.lengths, "products_ptr": kept, "highest_ptr": highest, "total_ptr": total,
-        "num_heads": heads, "room": room, "KV_HEADS": kv_heads, "PARTS": parts, "TOKENS": GROUP,
-        "PAGE": pages.budget.page_tokens, "BUDGET": pages.budget.pages, **due,
+        "products_ptr": kept, "highest_ptr": highest, "total_ptr": total, "num_heads": heads, "room": room,
+        "KV_HEADS": kv_heads, "PARTS": parts, "TOKENS": GROUP, **due_steps(pages, budget, memory),
     }  # fmt: skip
     _products_kernel[(batch, kv_heads, parts)](
-        q_ptr=q, means_ptr=means, table_ptr=listed["table_ptr"], starts_ptr=listed["starts_ptr"], scale=scale,
-        table_stride=listed["table_stride"], TILE=_TILE, TABLE_PAGE=pages.table_page, LISTED=listed["LISTED"],
-        **shared, **sizes,
+        q_ptr=q, means_ptr=means, scale=scale, TILE=_TILE, TABLE_PAGE=pages.table_page, **table_of(pages), **shared,
+        **sizes,
     )  # fmt: skip
     tile = max(1, 128 // inside)  # pages of a program
     _pages_kernel[(batch, triton.cdiv(out.shape[1], tile))](

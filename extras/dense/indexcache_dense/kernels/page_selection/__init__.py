@@ -7,24 +7,21 @@ from torch import Tensor
 
 from indexcache_dense.kernels.page_selection import naive
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages, PageBudget
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
+from indexcache_kernels.errors import KernelInputError, expect, share_evenly
 
-__all__ = ["PageBudget", "StepMemory", "page_scores", "select_pages"]
+__all__ = ["StepMemory", "page_scores", "select_pages"]
 
 
 def page_scores(
     q: Tensor,
     k: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
     lse: Tensor,
     scale: float,
     budget: PageBudget,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
     memory: StepMemory | None = None,
@@ -38,16 +35,12 @@ def page_scores(
     Args:
         q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16.
         k: `[slots, G, D]`, the layer's key cache in the dtype of `q`; head h uses key head h // (H / G).
-        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each. With `starts` one
-            list of them all, `[T]`.
-        lengths: `[B]`, int32: tokens in the cache, the newest one included.
+        pages: where the tokens lie.
         lse: `[B, H]`, float32: logarithm of the attention's denominator.
         scale: what products of `q` and `k` are multiplied by.
-        budget: sizes.
-        table_page: slots of a page of `table`; divides `budget.page_tokens`.
-        starts: `[B]`, int32: where each request begins in a table that is a list; `out` must be given then.
-        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given. Static shapes let a
-            CUDA graph capture the call.
+        budget: sizes; `pages.table_page` divides `page_tokens`.
+        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given, which takes a table
+            with rows. Static shapes let a CUDA graph capture the call.
         splits: programs a request; chosen by the batch if not given. Scores do not depend on it.
         memory: of the steps before; requests whose step takes held pages are left out.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
@@ -58,8 +51,8 @@ def page_scores(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together.
     """
-    pages = CachedPages(table, lengths, starts, table_page, budget)
-    batch, most = pages.check("out", out)
+    batch = pages.batch
+    out = pages.room_for_scores(budget, out)
     fits = q.ndim == k.ndim == 3 and q.shape[0] == batch and q.shape[2] == k.shape[2]
     if not fits or not share_evenly(q.shape[1], k.shape[1]):
         raise KernelInputError(
@@ -67,33 +60,35 @@ def page_scores(
         )
     if q.dtype != k.dtype or k.stride(2) != 1:
         raise KernelInputError(f"q is {q.dtype} and k {k.dtype}, expected one dtype, and dimensions side by side")
-    if out is None:
-        out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
     expect("lse", lse, (batch, q.shape[1]), torch.float32)
-    expect("out", out, (batch, most), torch.float32)
-    expect_one_device(q, k, table, lengths, starts, lse, out)
+    pages.expect_beside(q, k, lse, out)
     if memory is not None:
-        memory.check(batch, most, q)
+        memory.check(batch, out.shape[1], q)
     if runs_triton(backend, q):
         from indexcache_dense.kernels.page_selection import triton
 
         splits = splits or max(1, 256 // max(1, batch))  # enough for a large GPU at batch 1, few at large batches
         triton.page_scores(
-            q.contiguous(), k, pages, lse=lse.contiguous(), scale=scale, out=out, splits=splits, memory=memory
+            q.contiguous(),
+            k,
+            pages,
+            lse=lse.contiguous(),
+            scale=scale,
+            budget=budget,
+            out=out,
+            splits=splits,
+            memory=memory,
         )
     else:
-        naive.page_scores(q, k, pages, lse=lse, scale=scale, out=out, memory=memory)
+        naive.page_scores(q, k, pages, lse=lse, scale=scale, budget=budget, out=out, memory=memory)
     return out
 
 
 def select_pages(
     scores: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
     budget: PageBudget,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     out_table: Tensor | None = None,
     out_starts: Tensor | None = None,
     out_lengths: Tensor | None = None,
@@ -106,12 +101,9 @@ def select_pages(
 
     Args:
         scores: `[B, N]`, float32, at least 0: what `page_scores` gave.
-        table: `[B, M]`, int32, as there.
-        lengths: `[B]`, int32, as there.
-        budget: sizes.
-        table_page: slots of a page of `table`.
-        starts: as there.
-        out_table: `[B, pages * page_tokens / table_page]`, int32; allocated if not given.
+        pages: as there.
+        budget: as there.
+        out_table: `[B, budget.pages * page_tokens / table_page]`, int32; allocated if not given.
         out_starts: `[B]`, int32: where each request begins in an `out_table` that is one list, `[T]`.
         out_lengths: `[B]`, int32; allocated if not given.
         memory: of the steps before, which decides with; it is written, so call this once a step.
@@ -123,27 +115,25 @@ def select_pages(
     Raises:
         KernelInputError: if shapes, dtypes or devices don't fit together.
     """
-    pages = CachedPages(table, lengths, starts, table_page, budget)
-    batch, most = pages.check("scores", scores)
-    width = budget.pages * budget.page_tokens // table_page
+    batch, most = pages.check_scores(budget, "scores", scores)
+    width = budget.pages * budget.page_tokens // pages.table_page
     if out_table is None:
-        out_table = torch.empty(batch, width, dtype=torch.int32, device=table.device)
+        out_table = torch.empty(batch, width, dtype=torch.int32, device=scores.device)
     if out_lengths is None:
-        out_lengths = torch.empty(batch, dtype=torch.int32, device=table.device)
-    expect("scores", scores, (batch, most), torch.float32)
+        out_lengths = torch.empty(batch, dtype=torch.int32, device=scores.device)
     if out_starts is None:
         expect("out_table", out_table, (batch, width), torch.int32)
     else:
         expect("out_starts", out_starts, (batch,), torch.int32)
         expect("out_table", out_table, (out_table.numel(),), torch.int32)
     expect("out_lengths", out_lengths, (batch,), torch.int32)
-    expect_one_device(scores, table, lengths, starts, out_table, out_starts, out_lengths)
+    pages.expect_beside(scores, out_table, out_starts, out_lengths)
     if memory is not None:
         memory.check(batch, most, scores)
     if runs_triton(backend, scores):
         from indexcache_dense.kernels.page_selection import triton
 
-        triton.select_pages(scores, pages, out_table, out_starts, out_lengths, memory)
+        triton.select_pages(scores, pages, budget, out_table, out_starts, out_lengths, memory)
     else:
-        naive.select_pages(scores, pages, out_table, out_starts, out_lengths, memory)
+        naive.select_pages(scores, pages, budget, out_table, out_starts, out_lengths, memory)
     return out_table, out_lengths

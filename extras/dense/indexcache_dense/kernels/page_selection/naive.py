@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages, PageBudget
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_kernels.errors import KernelInputError
 
 
@@ -21,31 +21,49 @@ def row_of(table: Tensor, starts: Tensor | None, row: int) -> Tensor:
     return table[row] if starts is None else table[int(starts[row]) :]
 
 
-def pages_of(table: Tensor, starts: Tensor | None, row: int, tokens: int, table_page: int) -> Tensor:
+def entries_of(pages: CachedPages, row: int, tokens: int) -> Tensor:
     """Return the entries of a request that hold its first `tokens`.
 
     Raises:
         KernelInputError: if there are fewer.
     """
-    entries = row_of(table, starts, row)[: -(-tokens // table_page)]
-    if len(entries) * table_page < tokens:
+    page = pages.table_page
+    entries = row_of(pages.table, pages.starts, row)[: -(-tokens // page)]
+    if len(entries) * page < tokens:
         raise KernelInputError(
-            f"request {row} has {tokens} tokens, and its table {len(entries)} pages of {table_page}; expected as many"
+            f"request {row} has {tokens} tokens, and its table {len(entries)} pages of {page}; expected as many"
         )
     return entries
 
 
+def token_slots(pages: CachedPages, row: int, tokens: int) -> Tensor:
+    """Return the slots of a request's first `tokens`, int64.
+
+    Raises:
+        KernelInputError: if its table has fewer.
+    """
+    return slots_of(entries_of(pages, row, tokens), pages.table_page)[:tokens]
+
+
 def page_scores(
-    q: Tensor, k: Tensor, pages: CachedPages, *, lse: Tensor, scale: float, out: Tensor, memory: StepMemory | None
+    q: Tensor,
+    k: Tensor,
+    pages: CachedPages,
+    *,
+    lse: Tensor,
+    scale: float,
+    budget: PageBudget,
+    out: Tensor,
+    memory: StepMemory | None,
 ) -> None:
     """Write into `out`, `[B, N]`: the sum over a page's tokens of the largest share that a head gives each."""
-    budget, table_page = pages.budget, pages.table_page
     for row, length in enumerate(pages.lengths.tolist()):
         live = -(-length // budget.page_tokens)
         if live <= budget.pages or (memory is not None and not memory.due(row)):
             continue
-        slots = slots_of(pages_of(pages.table, pages.starts, row, length, table_page), table_page)[:length]
-        keys = k[slots].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [L, H, D]
+        keys = (
+            k[token_slots(pages, row, length)].float().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        )  # [L, H, D]
         logits = torch.einsum("hd,lhd->hl", q[row].float(), keys) * scale
         shares = (logits - lse[row, :, None]).exp().amax(0)  # [L]
         padded = F.pad(shares, (0, live * budget.page_tokens - length))
@@ -89,16 +107,16 @@ def remembered(scores: Tensor, row: int, length: int, memory: StepMemory, budget
 def select_pages(
     scores: Tensor,
     pages: CachedPages,
+    budget: PageBudget,
     out_table: Tensor,
     out_starts: Tensor | None,
     out_lengths: Tensor,
     memory: StepMemory | None,
 ) -> None:
     """Write the table of the selected pages, and how many tokens they hold."""
-    budget, table_page = pages.budget, pages.table_page
-    entries = budget.page_tokens // table_page  # of the table, a page
+    entries = budget.page_tokens // pages.table_page  # of the table, a page
     for row, length in enumerate(pages.lengths.tolist()):
-        own = pages_of(pages.table, pages.starts, row, length, table_page)
+        own = entries_of(pages, row, length)
         by = scores[row]
         if memory is not None and length > budget.pages * budget.page_tokens:
             by = remembered(by, row, length, memory, budget)
@@ -107,6 +125,6 @@ def select_pages(
         tokens = len(taken) * budget.page_tokens - missing
         entry_numbers = [page * entries + entry for page in taken for entry in range(entries)]
         at = torch.tensor(entry_numbers, dtype=torch.long, device=scores.device)
-        at = at[: -(-tokens // table_page)]
+        at = at[: -(-tokens // pages.table_page)]
         row_of(out_table, out_starts, row)[: len(at)] = own[at]
         out_lengths[row] = tokens

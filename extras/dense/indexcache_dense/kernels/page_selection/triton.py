@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 
 _CHUNK = 512  # dimensions of key heads that go into one product
 
@@ -203,6 +203,7 @@ def page_scores(
     *,
     lse: Tensor,
     scale: float,
+    budget: PageBudget,
     out: Tensor,
     splits: int,
     memory: StepMemory | None,
@@ -219,20 +220,21 @@ def page_scores(
         q_ptr=q, k_ptr=k, lse_ptr=lse, out_ptr=out, scale=scale, k_slot_stride=k.stride(0), k_head_stride=k.stride(1),
         out_stride=out.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, CHUNKS=chunks, BLOCK_H=block_h,
         BLOCK_D=block_d, BLOCK_L=block_l, TABLE_PAGE=pages.table_page, SPLITS=splits, PRECISION="ieee",
-        **pages_of(pages), **due_steps(pages, memory), num_warps=4, num_stages=stages,
+        **table_of(pages), **due_steps(pages, budget, memory), num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
 def select_pages(
     scores: Tensor,
     pages: CachedPages,
+    budget: PageBudget,
     out_table: Tensor,
     out_starts: Tensor | None,
     out_lengths: Tensor,
     memory: StepMemory | None,
 ) -> None:
     """Compute `naive.select_pages`."""
-    budget, rows = pages.budget, scores if memory is None else memory.rows
+    rows = scores if memory is None else memory.rows
     block_n = triton.next_power_of_2(max(scores.shape[1], rows.shape[1]))
     entries = budget.page_tokens // pages.table_page
     tile = min(4096, triton.next_power_of_2(budget.pages * entries))
@@ -245,26 +247,26 @@ def select_pages(
         BLOCK_N=block_n, ENTRIES=entries, TILE=tile, TILES=triton.cdiv(budget.pages * entries, tile),
         RECENT=budget.recent_pages, SINKS=budget.sink_pages,
         OUT_LISTED=out_starts is not None, REMEMBERS=memory is not None,
-        **pages_of(pages), **due_steps(pages, memory), num_warps=4 if block_n <= 8192 else 32,
+        **table_of(pages), **due_steps(pages, budget, memory), num_warps=4 if block_n <= 8192 else 32,
     )  # fmt: skip
 
 
-def pages_of(pages: CachedPages) -> dict[str, Any]:
-    """Return what kernels take of the pages."""
+def table_of(pages: CachedPages) -> dict[str, Any]:
+    """Return what kernels take to find the entries of a request."""
     return {
         "table_ptr": pages.table,
         "starts_ptr": pages.lengths if pages.starts is None else pages.starts,
-        "lengths_ptr": pages.lengths,
         "table_stride": pages.table.stride(0),
-        "PAGE": pages.budget.page_tokens,
-        "BUDGET": pages.budget.pages,
         "LISTED": pages.starts is not None,
     }
 
 
-def due_steps(pages: CachedPages, memory: StepMemory | None) -> dict[str, Any]:
-    """Return what kernels take to know in which steps scores are looked at."""
+def due_steps(pages: CachedPages, budget: PageBudget, memory: StepMemory | None) -> dict[str, Any]:
+    """Return what kernels take to know which requests' pages are scored in a step, see `skipped`."""
     return {
+        "lengths_ptr": pages.lengths,
+        "PAGE": budget.page_tokens,
+        "BUDGET": budget.pages,
         "requests_ptr": pages.lengths if memory is None else memory.requests,
         "steps_ptr": pages.lengths if memory is None else memory.steps,
         "EVERY": 0 if memory is None else memory.every,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from indexcache_dense.kernels.page_selection import PageBudget, StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages, check_table
+from indexcache_dense.kernels.page_selection import StepMemory
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_dense.kernels.rounded_keys import naive
 from indexcache_dense.kernels.rounded_keys.naive import RoundedKeys
 from indexcache_kernels.backends import Backend, runs_triton
-from indexcache_kernels.errors import KernelInputError, expect, expect_one_device, share_evenly
+from indexcache_kernels.errors import KernelInputError, expect, share_evenly
 
 __all__ = ["RoundedKeys", "round_keys", "rounded_scores"]
 
@@ -18,11 +18,8 @@ __all__ = ["RoundedKeys", "round_keys", "rounded_scores"]
 def round_keys(
     k: Tensor,
     rounded: RoundedKeys,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     newest: bool = False,
     backend: Backend = "auto",
 ) -> None:
@@ -34,40 +31,32 @@ def round_keys(
     Args:
         k: `[slots, G, D]`, a layer's key cache: float32, bfloat16 or float16; D is even.
         rounded: for as many slots, to write into.
-        table: `[B, M]`, int32: the cache pages of each request in order, of `table_page` slots each. With `starts` one
-            list of them all, `[T]`.
-        lengths: `[B]`, int32: tokens in the cache, the newest one included.
-        table_page: slots of a page of `table`.
-        starts: `[B]`, int32: where each request begins in a table that is a list.
+        pages: where the tokens lie.
         newest: write the newest token of each request alone.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
-    check_table(table, lengths, starts)
     if k.ndim != 3 or k.stride(2) != 1 or k.shape[2] % 2 or not k.shape[2]:
         raise KernelInputError(f"k is {list(k.shape)}, expected [slots, G, D] with an even D, dimensions side by side")
     _check_rounded(rounded, k.shape[0], k.shape[1], k.shape[2])
-    expect_one_device(k, *rounded, table, lengths, starts)
+    pages.expect_beside(k, *rounded)
     if runs_triton(backend, k):
         from indexcache_dense.kernels.rounded_keys import triton
 
-        triton.round_keys(k, rounded, table, lengths, table_page, starts, newest)
+        triton.round_keys(k, rounded, pages, newest)
     else:
-        naive.round_keys(k, rounded, table, lengths, table_page, starts, newest)
+        naive.round_keys(k, rounded, pages, newest)
 
 
 def rounded_scores(
     q: Tensor,
     rounded: RoundedKeys,
-    table: Tensor,
-    lengths: Tensor,
+    pages: CachedPages,
     *,
     scale: float,
     budget: PageBudget,
-    table_page: int = 1,
-    starts: Tensor | None = None,
     out: Tensor | None = None,
     splits: int | None = None,
     memory: StepMemory | None = None,
@@ -81,13 +70,11 @@ def rounded_scores(
     Args:
         q: `[B, H, D]`, the queries of the step: float32, bfloat16 or float16; head h uses key head h // (H / G).
         rounded: what `round_keys` wrote.
-        table: `[B, M]`, int32, as there.
-        lengths: `[B]`, int32, as there.
+        pages: where the tokens lie.
         scale: what products of queries and keys are multiplied by.
-        budget: sizes.
-        table_page: slots of a page of `table`; divides `budget.page_tokens`.
-        starts: as there; `out` must be given then.
-        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given.
+        budget: sizes; `pages.table_page` divides `page_tokens`.
+        out: `[B, N]`, float32, N the most pages that a request can have; allocated if not given, which takes a table
+            with rows.
         splits: programs a request and key head; chosen by the batch if not given.
         memory: of the steps before; requests whose step takes held pages are left out.
         backend: as there.
@@ -96,10 +83,10 @@ def rounded_scores(
         `out`. Only the live pages of requests that exceed the budget are written: others take all of theirs.
 
     Raises:
-        KernelInputError: if shapes or dtypes don't fit together.
+        KernelInputError: if shapes, dtypes or devices don't fit together.
     """
-    pages = CachedPages(table, lengths, starts, table_page, budget)
-    batch, most = pages.check("out", out)
+    batch = pages.batch
+    out = pages.room_for_scores(budget, out)
     kv_heads, slots, half = rounded.codes.shape
     if q.ndim != 3 or q.shape[0] != batch or q.shape[2] != 2 * half or not share_evenly(q.shape[1], kv_heads):
         raise KernelInputError(
@@ -107,18 +94,17 @@ def rounded_scores(
             " [G, slots, D / 2]"
         )
     _check_rounded(rounded, slots, kv_heads, 2 * half)
-    if out is None:
-        out = torch.empty(batch, most, dtype=torch.float32, device=q.device)
-    expect("out", out, (batch, most), torch.float32)
-    expect_one_device(q, *rounded, table, lengths, starts, out)
+    pages.expect_beside(q, *rounded, out)
     if memory is not None:
-        memory.check(batch, most, q)
+        memory.check(batch, out.shape[1], q)
     if runs_triton(backend, q):
         from indexcache_dense.kernels.rounded_keys import triton
 
-        triton.rounded_scores(q.contiguous(), rounded, pages, scale=scale, out=out, splits=splits, memory=memory)
+        triton.rounded_scores(
+            q.contiguous(), rounded, pages, scale=scale, budget=budget, out=out, splits=splits, memory=memory
+        )
     else:
-        naive.rounded_scores(q, rounded, pages, scale=scale, out=out, memory=memory)
+        naive.rounded_scores(q, rounded, pages, scale=scale, budget=budget, out=out, memory=memory)
     return out
 
 

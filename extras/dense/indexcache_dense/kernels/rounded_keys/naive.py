@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.naive import pages_of, slots_of
-from indexcache_dense.kernels.page_selection.pages import CachedPages
+from indexcache_dense.kernels.page_selection.naive import token_slots
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 
 LEVELS = 15  # steps from the smallest dimension of a key to the largest
 
@@ -52,31 +52,29 @@ class RoundedKeys(NamedTuple):
         return low + step * codes
 
 
-def round_keys(
-    k: Tensor,
-    rounded: RoundedKeys,
-    table: Tensor,
-    lengths: Tensor,
-    table_page: int,
-    starts: Tensor | None,
-    newest: bool,
-) -> None:
+def round_keys(k: Tensor, rounded: RoundedKeys, pages: CachedPages, newest: bool) -> None:
     """Write the rounded keys of requests; see `indexcache_dense.kernels.rounded_keys.round_keys`."""
-    for row, length in enumerate(lengths.tolist()):
-        slots = slots_of(pages_of(table, starts, row, length, table_page), table_page)[:length][-1 if newest else 0 :]
+    for row, length in enumerate(pages.lengths.tolist()):
+        slots = token_slots(pages, row, length)[-1 if newest else 0 :]
         rounded.codes[:, slots], rounded.ranges[:, slots] = RoundedKeys.of(k[slots].transpose(0, 1))
 
 
 def rounded_scores(
-    q: Tensor, rounded: RoundedKeys, pages: CachedPages, *, scale: float, out: Tensor, memory: StepMemory | None
+    q: Tensor,
+    rounded: RoundedKeys,
+    pages: CachedPages,
+    *,
+    scale: float,
+    budget: PageBudget,
+    out: Tensor,
+    memory: StepMemory | None,
 ) -> None:
     """Write into `out`, `[B, N]`, what pages get; see `indexcache_dense.kernels.rounded_keys.rounded_scores`."""
-    budget, table_page = pages.budget, pages.table_page
     for row, length in enumerate(pages.lengths.tolist()):
         live = -(-length // budget.page_tokens)
         if live <= budget.pages or (memory is not None and not memory.due(row)):
             continue
-        slots = slots_of(pages_of(pages.table, pages.starts, row, length, table_page), table_page)[:length]
+        slots = token_slots(pages, row, length)
         keys = RoundedKeys(rounded.codes[:, slots], rounded.ranges[:, slots]).keys  # [G, L, D]
         heads = q[row].float().view(len(keys), -1, q.shape[2])  # [G, H / G, D]
         shares = (heads @ keys.mT * scale).softmax(-1)  # [G, H / G, L]

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from indexcache_dense.kernels.page_selection.memory import StepMemory
-from indexcache_dense.kernels.page_selection.pages import CachedPages
-from indexcache_dense.kernels.page_selection.triton import due_steps, pages_of, skipped
+from indexcache_dense.kernels.page_selection.triton import due_steps, skipped, table_of
+from indexcache_dense.kernels.pages import CachedPages, PageBudget
 from indexcache_dense.kernels.rounded_keys.naive import LEVELS, RoundedKeys
 from indexcache_kernels.heads import arithmetic
 
@@ -268,24 +268,15 @@ def _largest_kernel(
     tl.store(out_ptr + row * out_stride + page, score, mask=page < pages)
 
 
-def round_keys(
-    k: Tensor,
-    rounded: RoundedKeys,
-    table: Tensor,
-    lengths: Tensor,
-    table_page: int,
-    starts: Tensor | None,
-    newest: bool,
-) -> None:
+def round_keys(k: Tensor, rounded: RoundedKeys, pages: CachedPages, newest: bool) -> None:
     """Compute `naive.round_keys`; `k` may have strides of its own, but for its last axis."""
-    batch, kv_heads, half = len(lengths), k.shape[1], k.shape[2] // 2
-    splits = 1 if newest else max(1, _PROGRAMS // max(1, batch * kv_heads))
-    _round_kernel[(batch, kv_heads, splits)](
-        k_ptr=k, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges, table_ptr=table,
-        starts_ptr=lengths if starts is None else starts, lengths_ptr=lengths, k_slot_stride=k.stride(0),
-        k_head_stride=k.stride(1), table_stride=table.stride(0), slots=rounded.codes.shape[1], HALF=half,
-        BLOCK_D=triton.next_power_of_2(half), TILE=1 if newest else 32, TABLE_PAGE=table_page, LEVELS=LEVELS,
-        NEWEST=newest, SPLITS=splits, LISTED=starts is not None,
+    kv_heads, half = k.shape[1], k.shape[2] // 2
+    splits = 1 if newest else max(1, _PROGRAMS // max(1, pages.batch * kv_heads))
+    _round_kernel[(pages.batch, kv_heads, splits)](
+        k_ptr=k, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges, lengths_ptr=pages.lengths,
+        k_slot_stride=k.stride(0), k_head_stride=k.stride(1), slots=rounded.codes.shape[1], HALF=half,
+        BLOCK_D=triton.next_power_of_2(half), TILE=1 if newest else 32, TABLE_PAGE=pages.table_page, LEVELS=LEVELS,
+        NEWEST=newest, SPLITS=splits, **table_of(pages),
     )  # fmt: skip
 
 
@@ -295,13 +286,14 @@ def rounded_scores(
     pages: CachedPages,
     *,
     scale: float,
+    budget: PageBudget,
     out: Tensor,
     splits: int | None,
     memory: StepMemory | None,
 ) -> None:
     """Compute `naive.rounded_scores`."""
     (batch, heads), (kv_heads, slots, half) = q.shape[:2], rounded.codes.shape
-    page = pages.budget.page_tokens
+    page = budget.page_tokens
     tile = 32 if q.dtype == torch.float32 else 64  # tokens of a product
     unit = min(page, _UNIT.value)
     room, inside = out.shape[1] * (page // unit), page // unit
@@ -309,18 +301,17 @@ def rounded_scores(
     kept, highest, total = (
         torch.empty((batch, heads, count), dtype=torch.float32, device=q.device) for count in (room, parts, parts)
     )
-    group, listed = heads // kv_heads, pages_of(pages)
-    where = {name: listed.pop(name) for name in ("table_ptr", "starts_ptr", "table_stride", "LISTED")}
+    group = heads // kv_heads
     shared: dict[str, Any] = {
-        **listed, "parts_ptr": kept, "highest_ptr": highest, "total_ptr": total, "num_heads": heads, "room": room,
-        "GROUP": group, "UNIT": unit, "PARTS": parts, **due_steps(pages, memory),
+        "parts_ptr": kept, "highest_ptr": highest, "total_ptr": total, "num_heads": heads, "room": room,
+        "GROUP": group, "UNIT": unit, "PARTS": parts, **due_steps(pages, budget, memory),
     }  # fmt: skip
     fast = q.is_cuda and torch.version.hip is None and q.dtype != torch.float32  # instructions of NVIDIA's
     _shares_kernel[(batch, kv_heads, parts)](
         q_ptr=q, codes_ptr=rounded.codes, ranges_ptr=rounded.ranges.view(torch.int32), scale=scale / math.log(2),
         slots=slots, HALF=half, BLOCK_D=max(16, triton.next_power_of_2(half)),
-        BLOCK_H=max(8, triton.next_power_of_2(group)), TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast, **where,
-        **shared, **arithmetic(q), num_warps=2, num_stages=2,
+        BLOCK_H=max(8, triton.next_power_of_2(group)), TILE=tile, TABLE_PAGE=pages.table_page, FAST=fast,
+        **table_of(pages), **shared, **arithmetic(q), num_warps=2, num_stages=2,
     )  # fmt: skip
     count = max(1, 32 // inside)  # pages of a program
     _largest_kernel[(batch, triton.cdiv(out.shape[1], count))](
