@@ -62,7 +62,7 @@ class Counter:
     """
 
     def __init__(
-        self, attentions: Iterable[CountedAttention], name: str = "letter", selects_after: int | None = None
+        self, attentions: Iterable[CountedAttention], name: str = "layer", selects_after: int | None = None
     ) -> None:
         self._attentions, self._name, self._selects_after = list(attentions), name, selects_after
         self._missing: set[str] = set()

@@ -242,11 +242,11 @@ def test_an_update_from_disk_is_proven_again_or_not_proven_any_more(process: Pro
 
     reply = update(engine, value=3.0, lost=3)  # an F layer
     assert (
-        not reply.success and "letter 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
+        not reply.success and "layer 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
     )
     assert weights(engine) == [3.0, 3.0, 3.0, 2.0, 3.0, 3.0]  # never NaN
     state = engine.state()
-    assert not state["proven"] and state["since"][:2] == "20" and "letter 3 is F" in state["reason"]
+    assert not state["proven"] and state["since"][:2] == "20" and "layer 3 is F" in state["reason"]
 
     assert update(engine, value=4.0).success and engine.state()["proven"]
     assert not update(engine, error="Failed to get weights iterator").success  # nothing was touched
@@ -304,14 +304,14 @@ def test_released_weights_must_be_loaded_before_a_prompt(process: Process) -> No
     assert not engine.state()["proven"]
     reply = update(engine, "end_weight_update")
     assert not reply.success
-    assert "letter 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
+    assert "layer 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
 
     plan = engines.plan_of(engine.scheduler.server_args)
     assert plan is not None
     asked: list[Any] = []
     plan.proven.counters.append(SimpleNamespace(again=asked.append))  # type: ignore[arg-type]
     update(engine, "update_weights_from_tensor", tensors=[])
-    with pytest.raises(ProofError, match=r"a prompt came when the pattern was not proven since .*letter 3 is F"):
+    with pytest.raises(ProofError, match=r"a prompt came when the pattern was not proven since .*layer 3 is F"):
         asked[-1]()
     update(engine, "update_weights_from_tensor", tensors=[3])
     plan.proven.counters.clear()

@@ -71,13 +71,13 @@ def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
     def start(refused: bool) -> Any:
         if refused:
             with pytest.raises(SystemExit):  # in a process of its own
-                refusal.refuse("letter 1 would run as F")
+                refusal.refuse("layer 1 would run as F")
             capsys.readouterr()
         raise RuntimeError("Initialization failed")
 
     with pytest.raises(SystemExit, match="2"):
         ready.launch(plan(PROVEN), server_args, lambda: start(True))
-    assert capsys.readouterr().err == "indexcache: letter 1 would run as F\n"
+    assert capsys.readouterr().err == "indexcache: layer 1 would run as F\n"
     for _ in range(2):  # what one launch left is not the next one's
         with pytest.raises(RuntimeError, match="Initialization failed"):
             ready.launch(plan(PROVEN), server_args, lambda: start(False))
@@ -99,7 +99,7 @@ def test_the_line_of_a_scheduler_that_is_refused_while_it_serves_is_the_last(
     if refused:
         monkeypatch.setenv(refusal.LEFT_VARIABLE, str(folder / "refused"))  # as the scheduler was started with
         with pytest.raises(SystemExit):
-            refusal.refuse("letter 3 ran an indexer 0 times")
+            refusal.refuse("layer 3 ran an indexer 0 times")
         capsys.readouterr()
 
     def sglangs(parent_pid: int | None, include_parent: bool = True, **by: Any) -> None:
@@ -113,7 +113,7 @@ def test_the_line_of_a_scheduler_that_is_refused_while_it_serves_is_the_last(
     assert done[:2] == [(1, True), (me, False)]
     if refused:
         assert done[2:] == [(me, False), (me, signal.SIGKILL)] and not folder.exists()
-        said += "indexcache: letter 3 ran an indexer 0 times\n"
+        said += "indexcache: layer 3 ran an indexer 0 times\n"
     else:
         assert done[2:] == [(me, True)] and folder.exists()
         ready._forget()

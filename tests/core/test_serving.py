@@ -141,10 +141,10 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (loaded("FSFFSS"), "letter 2 would run as F, the pattern says S"),
-        (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
+        (loaded("FSFFSS"), "layer 2 would run as F, the pattern says S"),
+        (loaded("FSSSSS"), "layer 3 would run as S, the pattern says F"),
         (loaded("FSSFSSS"), "has 7 layers or more that select, the pattern has 6 letters"),
-        (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
+        (loaded("FSSFSS", indexer=False), "layer 0 is F, but the loaded model has no indexer there"),
         (nn.Linear(2, 2), "no attention module that can choose"),
     ],
 )
@@ -163,7 +163,7 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
         nn.init.zeros_(attention.indexer.wk.bias)
     nn.init.zeros_(attentions[3].indexer.wk.weight)
     line = mismatch(PATTERN, effective_roles(DSA.sglang, model))
-    assert line == "letter 3 is F, but no weights were loaded into its indexer's wk.bias"
+    assert line == "layer 3 is F, but no weights were loaded into its indexer's wk.bias"
     nn.init.zeros_(attentions[3].indexer.wk.bias)
     assert mismatch(PATTERN, effective_roles(DSA.sglang, model)) is None
 
@@ -172,7 +172,7 @@ def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
     stages = [RankReport(fingerprint=mine, layers=layers) for layers in ((0, 1, 2), (3, 4, 5))]
     assert disagreement(PATTERN, stages) is None
-    assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
+    assert disagreement(PATTERN, stages[:1]) == "layer 3 is on no rank, so its role can't be proven"
     line = disagreement(PATTERN, [stages[0], RankReport(fingerprint=other, layers=(3, 4, 5))])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
@@ -204,7 +204,7 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as caught:
         prove(asked, SimpleNamespace(model=loaded("FFFFFF")))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "indexcache: letter 1 would run as F, the pattern says S\n"
+    assert capsys.readouterr().err == "indexcache: layer 1 would run as F, the pattern says S\n"
     assert asked.proven.proof == Proof(PATTERN, 6, 1)
 
 

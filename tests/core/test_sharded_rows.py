@@ -135,15 +135,15 @@ def test_what_can_not_share_out_rows() -> None:
         patch_indexers.share_rows(modules().items(), pattern, ALONE)
     two = Shards(0, 2, lambda every, own: None)
     lacking = {**modules(), 2: SimpleNamespace()}
-    with pytest.raises(ProofError, match="letter 2 should share out rows, but the loaded model has no indexer there"):
+    with pytest.raises(ProofError, match="layer 2 should share out rows, but the loaded model has no indexer there"):
         patch_indexers.share_rows(lacking.items(), pattern, two)
     local = modules()
     local[3].indexer.num_local_tokens = 4
-    with pytest.raises(ProofError, match="letter 3 always selects the first or last tokens, so it can't share out"):
+    with pytest.raises(ProofError, match="layer 3 always selects the first or last tokens, so it can't share out"):
         patch_indexers.share_rows(local.items(), pattern, two)
     foreign = modules()
     vars(foreign[0].indexer)[PREFILL] = print
-    with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+    with pytest.raises(ProofError, match="layer 0 selects by builtin_function_or_method, expected SGLang's own"):
         patch_indexers.shared_rows(foreign.items())
 
 

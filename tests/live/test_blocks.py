@@ -144,9 +144,7 @@ def test_what_was_not_made_to_select_in_blocks_is_not_served(tmp_path: Path) -> 
     file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
     code, lines = call(without_blocks, folder, SGLANG_INDEXCACHE_PATTERN=file)
     assert code == 2
-    assert lines == [
-        "indexcache: the indexer of letter 2 would run as one that scores everything, the pattern says 2q4"
-    ]
+    assert lines == ["indexcache: the indexer of layer 2 would run as one that scores everything, the pattern says 2q4"]
 
 
 def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
@@ -155,4 +153,4 @@ def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
     file = write_pattern(Pattern.parse("FFFFFF+2q64"), folder, tmp_path / "pattern.yaml")
     code, lines = load(folder, SGLANG_INDEXCACHE_PATTERN=file)
     assert code == 2
-    assert lines == [f"indexcache: letter 2 selects for 64 queries at a time, expected at most index_topk ({topk})"]
+    assert lines == [f"indexcache: layer 2 selects for 64 queries at a time, expected at most index_topk ({topk})"]

@@ -211,8 +211,8 @@ def test_weights_that_are_updated(tmp_path: Path) -> None:
         "indexcache: pattern has F for layer 3, but the checkpoint has no indexer there"
     )
     assert not torn["success"] and not torn["proven"] and torn["since"].startswith("20")
-    assert "letter 3 is F, but no weights were loaded into its indexer's" in torn["message"]
-    assert "letter 3 is F" in torn["reason"]
+    assert "layer 3 is F, but no weights were loaded into its indexer's" in torn["message"]
+    assert "layer 3 is F" in torn["reason"]
     assert healed["success"] and healed["proven"] and "reason" not in healed
     assert not tensor["proven"] and "update_weights_from_tensor" in tensor["reason"]
     assert again["proven"] and len({item["largest"] for item in (same, lacking, torn, healed, tensor, again)}) == 1

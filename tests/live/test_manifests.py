@@ -143,7 +143,7 @@ def test_an_image_without_the_plugin_ends_with_the_line_that_says_so(tmp_path: P
 def test_a_refusal_of_a_loaded_model_is_what_kubectl_describes(tmp_path: Path) -> None:
     """A scheduler says it, SGLang tells of the scheduler's end at length, and the main process says it again."""
     code, lines = ended(one_node(), tmp_path, DSA_CPU_BREAK="roles")
-    assert code == 2 and "indexcache: letter 1 would run as F, the pattern says S" in shown(lines[-3:]), lines[-20:]
+    assert code == 2 and "indexcache: layer 1 would run as F, the pattern says S" in shown(lines[-3:]), lines[-20:]
 
 
 # -- several nodes: minutes

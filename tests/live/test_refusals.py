@@ -150,8 +150,8 @@ def test_models_that_take_no_pattern(
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("roles", "letter 1 would run as F, the pattern says S"),
-        ("weights", "letter 3 is F, but no weights were loaded into its indexer's wq_b.weight"),
+        ("roles", "layer 1 would run as F, the pattern says S"),
+        ("weights", "layer 3 is F, but no weights were loaded into its indexer's wq_b.weight"),
     ],
 )
 def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: str, message: str) -> None:

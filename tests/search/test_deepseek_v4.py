@@ -282,7 +282,7 @@ def loaded_model(layers: Sequence[int] = V4_LAYERS) -> SimpleNamespace:
 
 
 def found_on(runner: SimpleNamespace, pattern: str) -> str | None:
-    return mismatch(Pattern(pattern), effective_roles(SERVED, runner.model), SERVED.begins_every_stage)
+    return mismatch(Pattern(pattern), effective_roles(SERVED, runner.model), SERVED.begins_every_stage, SERVED.place)
 
 
 def test_roles_are_written_and_read_back() -> None:

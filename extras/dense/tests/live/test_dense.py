@@ -252,7 +252,7 @@ def _unknown(model: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (Pattern("DFSSSS", FEW), "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
+        (Pattern("DFSSSS", FEW), "layer 1 is F, which is not served with score token_max; expected compressed_keys"),
         (
             Pattern("DFSSSS", replace(COMPRESSED, steps=ReusePolicy.parse("bounded:2"))),
             "steps bounded:2 are not served; expected none, ema, refresh",
@@ -280,7 +280,7 @@ def test_patterns_that_are_not_served(llama: Path, tmp_path: Path, pattern: Patt
         ("backend", "the attention backend is OtherBackend, expected one that can decode over chosen pages"),
         ("page-size", "--page-size is 8, expected a divisor of the selection's page_tokens, 4"),
         ("window", "layer 2 has a sliding window, expected layers that attend to everything before them"),
-        ("role", "letter 3 would run as D, the pattern says S"),
+        ("role", "layer 3 would run as D, the pattern says S"),
         ("selection", "the layers of this rank were told different selections"),
     ],
 )
