@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_number_is_never_advised() -> None:
     assert chosen.point is not None and chosen.point.name == "b" and chosen.faster is None
     assert points.points[1].hardest in ("easy", "hard") and not points.points[1].finite
     page = section(points, spelt)
-    assert "a: its loss is no number" in page
+    assert "a: its loss is NaN or infinite" in page
 
 
 def test_an_unknown_error_does_not_settle_anything() -> None:

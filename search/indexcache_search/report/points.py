@@ -58,7 +58,7 @@ class Point:
 
     @cached_property
     def hardest(self) -> str:
-        """The source that loses most; one whose loss is no number counts as that."""
+        """The source that loses most; one whose loss is NaN or infinite counts as that."""
         return max(self.increases, key=lambda name: _or_infinite(self.increases[name].mean))
 
     @property
