@@ -100,7 +100,7 @@ class PrefillSection(_FileSection):
 
     share: Annotated[Finite, Field(gt=0, le=1)] = Field(description="of the time with the checkpoint's own pattern")
     context: Count = Field(description="tokens of the prompts")
-    prices: str = Field(description="name of the price table")
+    prices: str = Field(description="name of the latency table")
 
 
 class BytesSection(_FileSection):

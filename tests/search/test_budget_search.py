@@ -22,7 +22,7 @@ from indexcache_search.strategies.budget import search as budget_search
 from indexcache_search.strategies.budget.fit import BudgetFit, with_blocks
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.search import BudgetSearch
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.io.errors import PatternFileError
@@ -184,7 +184,7 @@ def tiny_settings(**change: Any) -> Settings:
         ({"prefill": Budget(0.1, 131072, "glm-5-tp8")}, "--prefill is 0.1, expected at least 0.2"),
         (
             {"prefill": Budget(0.5, 1000, "glm-5-tp8")},
-            "1000 tokens have no price in glm-5-tp8, expected 16384",
+            "1000 tokens are outside of the latency table glm-5-tp8, expected 16384",
         ),
         (
             {"prefill": Budget(0.5, 131072, "none")},
@@ -256,7 +256,7 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.search is not None and file.search.prefill is not None
     assert (file.search.prefill.share, file.search.prefill.context) == (0.4, 65536)
-    prices = PriceTable.load("glm-5-tp8").at(65536)
+    prices = LatencyTable.load("glm-5-tp8").at(65536)
     share = prices.prompt_share(file.as_pattern(), Pattern.full(6))
     assert share <= 0.4
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out"]["rows"]

@@ -126,7 +126,7 @@ class _Run:
 
 
 def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
-    """Return the prices by which the speeds of a search are shown, `None` where there are none.
+    """Return the latencies by which the speeds of a search are shown, `None` where there are none.
 
     Their words say if they are of another device or SGLang than the servers have.
 

@@ -25,7 +25,7 @@ class Budget:
     Attributes:
         share: of the time.
         context: tokens of the prompts.
-        table: name or file of a price table; `None` for that of the model, see `pricing`.
+        table: name or file of a latency table; `None` for that of the model, see `pricing`.
     """
 
     share: float
@@ -33,7 +33,7 @@ class Budget:
     table: str | None = None
 
     def prices(self, model: ModelLayers, queries: Sequence[int] = ()) -> Prices:
-        """Return the prices by which it is met.
+        """Return the latencies by which it is met.
 
         Raises:
             SearchError: if there is no table of the model's shape, or the context or one of `queries` was not measured.
@@ -43,7 +43,7 @@ class Budget:
         for number in queries:
             if number not in prices.full:
                 known = ", ".join(str(item) for item in prices.full if item > 1)
-                raise SearchError(f"--prefill: queries has {number}, but {table.name} has prices of {known}")
+                raise SearchError(f"--prefill: queries has {number}, but {table.name} has times of {known}")
         return prices
 
 

@@ -52,8 +52,8 @@ class TimeGoal(PlanGoal):
     """A pattern of least loss that takes at most a time, relative to the checkpoint's own pattern.
 
     Attributes:
-        share: of the time of a prompt.
-        prices: times of layers.
+        share: of the prefill time.
+        prices: latencies of layers.
         queries: for how many prompt queries at a time an `F` layer may select, besides 1, rising.
         most_full: maximum number of `F` layers, each of which runs its indexer while decoding.
     """
