@@ -107,7 +107,7 @@ def _row(line: Variant, load: Load, bursts: Sequence[Burst], baseline: Sequence[
 
 
 def _times(bursts: Sequence[Burst], load: Load) -> tuple[list[float], list[float], list[float]]:
-    """Return of each turn the milliseconds to the first token and of each later one, and the tokens a second.
+    """Return of each turn TTFT and TPOT in milliseconds, and the tokens a second.
 
     The second list is empty if one token alone was generated.
     """
