@@ -85,12 +85,12 @@ class Model:
 
 def search(model: Model, budget: float, most_full: int = 5) -> tuple[Pattern, Outcome]:
     """Search within so many milliseconds; return the pattern found, and the whole outcome."""
-    plan = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
-    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=plan)
+    time_goal = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
+    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=time_goal)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(BudgetSearch(), goal, judge)
-    assert outcome.plan is not None
-    return outcome.plan, outcome
+    assert outcome.within_budget is not None
+    return outcome.within_budget, outcome
 
 
 def test_what_is_found_takes_no_longer_and_is_nearly_always_the_best() -> None:

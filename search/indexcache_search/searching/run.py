@@ -77,7 +77,9 @@ class _Run:
         prices = prices_of(engine, goal, self._progress.warn)
         return metrics.collect(
             found,
-            file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.budget),
+            file=self._writer.file(
+                found, found.within_budget or found.patterns[next(iter(goal.full_layers))], goal.budget
+            ),
             engine=engine,
             table=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
             matrices=measured,

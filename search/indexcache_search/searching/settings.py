@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies.base import ExtraBudget, Goal, PlanGoal, Strategy, TimeGoal
+from indexcache_search.strategies.base import BudgetGoal, ExtraBudget, Goal, Strategy, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import needed_table, priced
 from indexcache_search.strategies.lazy import Lazy
@@ -52,13 +52,13 @@ class Settings:
     """Settings of a search, before the model is known.
 
     Attributes:
-        retain: retentions to search; the first is the pattern file's default, unless there is a plan.
+        retain: retentions to search; the first is the pattern file's default, unless there is a budget.
         strategy: how patterns are found; `BudgetSearch` with `prefill`, that of `bytes` with it.
         objective: what is minimised.
-        prefill: a time of prompts that a plan with blocks of queries may take.
+        prefill: a prefill time that a pattern with blocks of queries may take.
         queries: sizes of those blocks.
         decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
-        bytes: what decoding steps of a plan may read, by the option of an extension.
+        bytes: what decoding steps of a pattern may read, by the option of an extension.
     """
 
     retain: tuple[Fraction, ...]
@@ -80,7 +80,7 @@ class Settings:
         self.strategy.check(goal)
         return goal
 
-    def _budget(self, model: ModelLayers) -> PlanGoal | None:
+    def _budget(self, model: ModelLayers) -> BudgetGoal | None:
         """See `Goal.budget`."""
         if self.bytes is not None:
             return self.bytes.goal(model)
