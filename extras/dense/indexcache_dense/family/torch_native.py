@@ -21,7 +21,7 @@ _CHOSEN = "_indexcache_chosen"  # on a forward batch: table and lengths
 def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `TorchNativeAttnBackend` that decodes by the `LayerRole` of each layer."""
 
-    class ChoosingTorchNative(stock):  # type: ignore[misc]
+    class PageSelectingTorchNative(stock):  # type: ignore[misc]
         indexcache_pages: dict[int, LayerPages]  # by layer; written by `DenseGqaSglang.loaded`
 
         def forward_extend(  # noqa: PLR0917
@@ -64,7 +64,7 @@ def make_backend_class(stock: Any) -> Any:
             lse = _denominators(queries, keys, entries, lengths, scale) if by_attention else None
             return kept.select(queries, keys, lse, scale, PageTable(entries, lengths, batch.req_pool_indices), "naive")
 
-    return ChoosingTorchNative
+    return PageSelectingTorchNative
 
 
 def _denominators(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
