@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
-from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.lease import HeldLease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.endpoints import Endpoint
@@ -79,7 +79,7 @@ def ranks(**more: Any) -> dict[str, Any]:
     return {"ranks": [{**RANK, **more}]}
 
 
-class Held(Lease):
+class Held(HeldLease):
     """A lease that needs no server."""
 
     def __init__(self) -> None: ...

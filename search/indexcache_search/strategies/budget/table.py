@@ -26,13 +26,13 @@ Count = Annotated[int, Field(ge=1)]
 Blocks = dict[Count, list[Milliseconds]]
 
 
-class Section(BaseModel):
+class TableSection(BaseModel):
     """A part of a table, frozen; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PromptTimes(Section):
+class PromptTimes(TableSection):
     """Milliseconds of a layer in prompts, by context.
 
     Attributes:
@@ -46,14 +46,14 @@ class PromptTimes(Section):
     rest_ms: list[Annotated[float, Field(allow_inf_nan=False)]]
 
 
-class DecodeTimes(Section):
+class DecodeTimes(TableSection):
     """Milliseconds of an `F` and of an `S` layer in a decoding step of one request, by context."""
 
     full_ms: list[Milliseconds]
     shared_ms: list[Milliseconds]
 
 
-class Check(Section):
+class Check(TableSection):
     """A whole prompt of a pattern as measured, and as the table has it; `plain_ms` is SGLang's without a pattern."""
 
     pattern: str
@@ -64,7 +64,7 @@ class Check(Section):
     spread: float
 
 
-class LatencyTable(Section):
+class LatencyTable(TableSection):
     """Times of one model's shape on one device.
 
     Attributes:
