@@ -22,7 +22,7 @@ class LeaseError(CalibrationError):
 
 
 class LeaseRequest(BaseModel):
-    """What a client sends to take or renew the lease.
+    """Body of a request that takes or renews the lease.
 
     Attributes:
         token: its secret, new for each client.

@@ -1,4 +1,4 @@
-"""Why a file is not JSON, in a line that says what to do: cut off, with a comment, a page, or something else."""
+"""Explain in a line why a file is not JSON, and what to do: cut off, with a comment, a page, or something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file holds instead of the text that belongs there: what downloads, git, editors and full disks leave."""
+"""Name what a file holds instead of the text that belongs there: what downloads, git, editors and full disks leave."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _QUIET_LEVELS = ("warning", "warn", "error", "critical", "fatal")
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is known of a launch.
+    """Judgement of a launch.
 
     Attributes:
         proven: what is proven before a request of a user is served.
@@ -49,13 +49,13 @@ class Judgement:
 
     @property
     def problems(self) -> list[str]:
-        """What SGLang, or the plugin, would refuse, and what can't be judged: one line each."""
+        """Problems: what SGLang or the plugin would refuse, and what can't be judged, one line each."""
         found = [verdict for verdict in self.verdicts if verdict.state in (REFUSED, UNJUDGED)]
         return [verdict.why if verdict.state == REFUSED else verdict.line for verdict in found]
 
     @property
     def lines(self) -> list[str]:
-        """What is no problem, for people."""
+        """Lines for people about what is no problem."""
         known = (verdict.line for verdict in self.verdicts if verdict.state in (RAN, NOT_RUN))
         return [self.proven, *self.notes, *known]
 

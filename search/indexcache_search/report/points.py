@@ -68,7 +68,7 @@ class Point:
 
     @property
     def finite(self) -> bool:
-        """Whether every increase is a number."""
+        """True if every increase is finite."""
         return all(math.isfinite(increase.mean) for increase in self.increases.values())
 
 

@@ -101,7 +101,7 @@ class Spread(ResultSection):
 
 
 class GainResult(ResultSection):
-    """How many times as fast as the baseline: `first_token` and `token` by time, `throughput` by tokens a second."""
+    """Speed as a multiple of the baseline's: `first_token` and `token` by time, `throughput` by tokens a second."""
 
     first_token: Spread
     token: Spread | None = None

@@ -70,7 +70,7 @@ class Found:
 
 @dataclass
 class Listeners:
-    """Who hears of a search while it runs.
+    """Callbacks of a search while it runs.
 
     Attributes:
         on_step: hears of every committed flip, and what was found so far.

@@ -22,7 +22,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed.
+    """Line of a comparison whose prompts are timed.
 
     Attributes:
         line: the line of the comparison.
@@ -35,7 +35,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a server is given to do.
+    """Load that a server is given.
 
     Attributes:
         context: tokens of a prompt.

@@ -141,7 +141,7 @@ class LatencyTable(TableSection):
 
     @property
     def largest_error(self) -> float | None:
-        """How far whole prompts were from what the table has for them, as a share; `None` if none were measured."""
+        """Largest error of the table for whole prompts, as a share; `None` if none were measured."""
         return max((abs(check.expected_ms / check.measured_ms - 1) for check in self.checks), default=None)
 
     def unlike(self, model: ModelLayers) -> str:
