@@ -17,6 +17,7 @@ from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED, UNJUDG
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN, drafts_of
@@ -118,7 +119,7 @@ def verdicts(
     if source is not None and not (pattern.is_full and not shard):
         refused |= dict(storage_refusals(source, arguments))
     if line.use_ray:
-        refused["--use-ray"] = "--use-ray can't be combined with a pattern: Ray actors of SGLang load no plugins"
+        refused["--use-ray"] = f"--use-ray {NOT_COMBINED}: Ray actors of SGLang load no plugins"
     for name, why in refused.items():
         yield Verdict(REFUSED, name, why + _as_written(name, line))
     for item in (*COMBINATIONS, *family.sglang.combinations()):

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_LOADED, WOULD_RUN
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.serving import ranks
@@ -102,11 +103,11 @@ def mismatch(
         if site >= len(pattern):
             return f"the loaded model has {site + 1} layers or more that select, the pattern has {len(pattern)} letters"
         if found.role != pattern[site]:
-            return f"{place} {site} would run as {found.role}, the pattern says {pattern[site]}"
+            return f"{place} {site} {WOULD_RUN} {found.role}, the pattern says {pattern[site]}"
         if found.role == FULL and not pattern.dense and not found.has_indexer:
-            return f"{place} {site} is F, but the loaded model has no indexer there"
+            return f"{place} {site} is F, but the loaded model has {NO_INDEXER}"
         if found.unloaded is not None:
-            return f"{place} {site} is {found.role}, but no weights were loaded into its indexer's {found.unloaded}"
+            return f"{place} {site} is {found.role}, but {NOT_LOADED} {found.unloaded}"
     if begins_every_stage and effective[min(effective)].role == SHARED:
         first = min(effective)
         return (
@@ -123,7 +124,7 @@ def other_indexers(pattern: Pattern, sites: Collection[int], found: Iterable[Ind
     for site in sorted({*wanted, *loaded}):
         if wanted.get(site) != loaded.get(site):
             return (
-                f"the indexer of layer {site} would run as {loaded.get(site, 'one that scores everything')}, the"
+                f"the indexer of layer {site} {WOULD_RUN} {loaded.get(site, 'one that scores everything')}, the"
                 f" pattern says {wanted.get(site, 'that it scores everything')}"
             )
     return None

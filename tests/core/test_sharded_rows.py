@@ -25,6 +25,7 @@ from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
 from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules
@@ -135,7 +136,7 @@ def test_what_can_not_share_out_rows() -> None:
         patch_indexers.share_rows(modules().items(), pattern, ALONE)
     two = Shards(0, 2, lambda every, own: None)
     lacking = {**modules(), 2: SimpleNamespace()}
-    with pytest.raises(ProofError, match="layer 2 should share out rows, but the loaded model has no indexer there"):
+    with pytest.raises(ProofError, match=f"layer 2 should share out rows, but the loaded model has {NO_INDEXER}"):
         patch_indexers.share_rows(lacking.items(), pattern, two)
     local = modules()
     local[3].indexer.num_local_tokens = 4

@@ -29,6 +29,7 @@ from indexcache_train.training.order import rows_of_step
 from indexcache_train.training.processes import joined
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.messages import BEGINS_SHARED, MODEL_CHANGED, NO_INDEXER, OTHER_LENGTH
 from sglang_indexcache.pattern_file.file import PatternFile
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
 from tests.forked import forked, killed_at
@@ -161,7 +162,7 @@ def test_a_base_that_changes_while_it_is_trained(
 
     monkeypatch.setattr(Loop, "train", change)
     code, text = distill(base, training, tmp_path / "out")
-    assert code == 2 and f"{name}: changed since the model was read" in " ".join(text.split())
+    assert code == 2 and f"{name}: {MODEL_CHANGED}" in " ".join(text.split())
     assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "metrics.json").exists()
 
 
@@ -266,8 +267,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 layers that select"),
-        ({"pattern": "SFFFFF"}, "pattern begins with S"),
+        ({"pattern": "FSS"}, OTHER_LENGTH.format(3, 6)),
+        ({"pattern": "SFFFFF"}, BEGINS_SHARED),
         ({"pattern": "uniform@2/3"}, "uniform needs retentions of the form 1/n, found 2/3"),
         ({"pattern": "missing.yaml"}, "missing.yaml"),
         ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
@@ -291,7 +292,7 @@ def test_missing_indexers_are_refused(training: Path, tmp_path: Path) -> None:
     types = ["full", "shared", "full", "shared", "shared", "full"]
     model = save_model(tiny_config(indexer_types=types), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out", pattern="FFSFSS")
-    assert code == 2 and "pattern has F for layer 1, 3, but the checkpoint has no indexer there" in text
+    assert code == 2 and f"pattern has F for layer 1, 3, but the checkpoint has {NO_INDEXER}" in text
 
 
 def test_quantised_weights_are_refused(model_folder: Path, training: Path, tmp_path: Path) -> None:

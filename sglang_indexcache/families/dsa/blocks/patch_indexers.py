@@ -12,6 +12,7 @@ from sglang_indexcache.families.dsa.blocks.selection import BlockSelection
 from sglang_indexcache.families.dsa.blocks.shards import Shards
 from sglang_indexcache.families.dsa.needs import DECODING, PREFILL
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.io.refusal import SHARD_FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
@@ -65,7 +66,7 @@ def _check_patchable(layer: int, indexer: Any, doing: str) -> None:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
 
     if indexer is None:
-        raise ProofError(f"layer {layer} should {doing}, but the loaded model has no indexer there")
+        raise ProofError(f"layer {layer} should {doing}, but the loaded model has {NO_INDEXER}")
     if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
         raise ProofError(f"layer {layer} should {doing}, which was never tried on such a device; expected CUDA")
     for method in (PREFILL, DECODING):
