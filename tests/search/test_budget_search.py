@@ -246,7 +246,7 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     arguments += ["--prefill", "0.4@65536:queries=4/8,prices=glm-5-tp8", "--decode", "0.99", "--retain", "1/3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "64K: speed of a prompt of as many tokens, by the times of glm-5-tp8 (8 heads" in result.output
+    assert "64K: prefill speed for as many tokens, by the times of glm-5-tp8 (8 heads" in result.output
     assert "--prefill: reckoned as glm-5-tp8, which this model is not: 4 attention heads, not 8 a rank" in result.output
     for name in ("report.html", "README.md"):  # both name the GPU and SGLang of the times
         page = (tmp_path / "out" / name).read_text()

@@ -328,7 +328,7 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
     assert {row.source for row in rows} == {"estimated"} and all("deepseek-v3.2-tp8" in row.basis for row in rows)
     assert "Speed beside loss: estimated; times of 6 layers of deepseek-v3.2-tp8" in result.stdout
     assert "--speed: reckoned as deepseek-v3.2-tp8, which this model is not: 4 attention heads" in result.stderr
-    assert "128K: speed of a prompt of as many tokens, by the times of deepseek-v3.2-tp8" in result.stdout
+    assert "128K: prefill speed for as many tokens, by the times of deepseek-v3.2-tp8" in result.stdout
 
 
 @pytest.mark.parametrize(
