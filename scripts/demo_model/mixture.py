@@ -18,7 +18,7 @@ from indexcache_search.eval.tasks import TASKS, sample
 from scripts.demo_model.recall import TEXT, UNSCORED, Batch, RecallTasks
 from scripts.demo_model.train_demo_model import MIXTURE
 
-TASK = 3  # beside recall's kinds of targets: an answer of `compare.tasks`
+TASK = 3  # beside recall's kinds of targets: an answer of `eval.tasks`
 TASK_NAMES = tuple(name for name in TASKS if name != "common_words")  # counting words is not looking up
 SHORTEST = 512  # tokens of a sequence that has room for any of them
 WORDS, FEW = 1024, 256  # most frequent words that records are made of, the few in sequences below `SHORTEST`: the fewer
@@ -33,10 +33,10 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     Args:
         corpus: folder that `scripts.demo_model.corpus` wrote.
         part: `train` or `evaluation`.
-        length: tokens of a sequence; below `SHORTEST` there are no samples of `compare.tasks`.
+        length: tokens of a sequence; below `SHORTEST` there are no samples of `eval.tasks`.
         batch: sequences of a batch.
         seed: batches of other seeds are others.
-        tasks: share of the sequences that are samples of `compare.tasks`.
+        tasks: share of the sequences that are samples of `eval.tasks`.
         mixture: share of each recall task among the others.
     """
 
@@ -68,7 +68,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         return torch.cat([part.tokens for part in parts]), torch.cat([part.kind for part in parts])
 
     def _sample(self, rng: np.random.Generator) -> Batch:
-        """Draw one sample of `compare.tasks`."""
+        """Draw one sample of `eval.tasks`."""
         start = int(rng.integers(self._text.numel() - self._length))
         haystack = self._text[start : start + self._length].tolist()
         name = TASK_NAMES[int(rng.integers(len(TASK_NAMES)))]

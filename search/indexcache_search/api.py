@@ -74,8 +74,8 @@ def search(
         strategy: name of a strategy, see docs/reference/strategies.md.
         strategy_settings: its settings, such as `{"swaps": 2}`.
         objective: what is minimised: `kl`, nats a token from the model that shares nothing, or `nll`, loss in nats.
-        prefill: share of a prompt's time that a plan with blocks of queries may take.
-        decode: share of a decoding step's time that such a plan may take.
+        prefill: share of the prefill time that a pattern with blocks of queries may take.
+        decode: share of a decoding step's time that such a pattern may take.
         queries: sizes of its blocks.
         seq_len: tokens of a sequence; by default 4 times what a query selects.
         num_sequences: sequences that choose; by default 32, of which a source may have fewer.

@@ -1,4 +1,4 @@
-"""How the entry points of command lines run. Nothing is imported before `process.run` handles Ctrl-C."""
+"""Entry points of command lines. Nothing is imported before `process.run` handles Ctrl-C."""
 
 from __future__ import annotations
 

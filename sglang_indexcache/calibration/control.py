@@ -13,6 +13,7 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.measure import Action, Measure
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.messages import BUSY
 from sglang_indexcache.io.refusal import refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proof import current_roles
@@ -114,7 +115,7 @@ class Controller:
             if graphs is not None and graphs is not getattr(runner, "eager_runner", None):
                 raise CalibrationError("CUDA graphs are on, and they keep the pattern they were captured with")
         if not scheduler.is_fully_idle():
-            raise CalibrationError(protocol.busy("requests are running"))
+            raise CalibrationError(protocol.busy(BUSY))
         return {}
 
     def _switch(self, scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:

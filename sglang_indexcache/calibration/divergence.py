@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from sglang_indexcache.calibration.measure import UNMEASURED, Action, Measure
-from sglang_indexcache.calibration.passes import Part, parts
+from sglang_indexcache.calibration.passes import RequestPart, parts
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
 from sglang_indexcache.calibration.protocol import BASELINE, KEEP, KL, Measured, Range, busy, tag
 from sglang_indexcache.sglang.probes import DIVERGENCE
@@ -69,7 +69,7 @@ class Divergence(Measure):
         self._data, self._ranges = "", tuple[Range, ...]()
         self._kept: dict[int, Rows] = {}
         self._found: dict[str, Rows] = {}
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[RequestPart, ...] = ()
 
     def actions(self) -> dict[str, Action]:
         """See `Measure.actions`."""
@@ -200,7 +200,7 @@ class Divergence(Measure):
 
         return measured
 
-    def _sequence(self, part: Part, what: str) -> int | None:
+    def _sequence(self, part: RequestPart, what: str) -> int | None:
         """Return the number of a request's sequence if `what` is measured on it, and it is of the announced data."""
         measured = part.measured
         if measured is None or (measured.what, measured.data) != (what, tag(self._data)):

@@ -21,8 +21,8 @@ class LeaseError(CalibrationError):
     """A request of a client that does not hold the lease."""
 
 
-class Request(BaseModel):
-    """What a client sends to take or renew the lease.
+class LeaseRequest(BaseModel):
+    """Body of a request that takes or renews the lease.
 
     Attributes:
         token: its secret, new for each client.
@@ -50,7 +50,7 @@ class Lease:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._holder: Request | None = None
+        self._holder: LeaseRequest | None = None
         self._since, self._ends, self._beats = 0.0, -math.inf, 0
         self._released: deque[object] = deque(maxlen=1000)  # tokens, which a late renewal must not bring back
 
@@ -64,7 +64,7 @@ class Lease:
             CalibrationError: if the request is none.
         """
         try:
-            client = Request.model_validate({name: body.get(name) for name in Request.model_fields})
+            client = LeaseRequest.model_validate({name: body.get(name) for name in LeaseRequest.model_fields})
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise CalibrationError(one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", 160)) from None

@@ -1,4 +1,4 @@
-"""What a calibration server measures beside logprobs; entry points of the group `indexcache.measures` add to it."""
+"""Measures of a calibration server beside logprobs; entry points of the group `indexcache.measures` add to it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class RequestPart:
     """The tokens of one request in one forward pass.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part:
     scored: int
 
 
-def parts(forward_batch: Any) -> Iterator[Part]:
+def parts(forward_batch: Any) -> Iterator[RequestPart]:
     """Yield the requests of a prefill pass in order (`ForwardBatch` of SGLang); none of a decode or idle pass."""
     if not forward_batch.forward_mode.is_extend() or forward_batch.rids is None:
         return
@@ -41,7 +41,7 @@ def parts(forward_batch: Any) -> Iterator[Part]:
     for rid, first, tokens, start in zip(
         forward_batch.rids, forward_batch.extend_prefix_lens_cpu, lengths, starts, strict=True
     ):
-        yield Part(Measured.parse(str(rid)), row, int(first), int(tokens), max(int(tokens) - int(start), 1))
+        yield RequestPart(Measured.parse(str(rid)), row, int(first), int(tokens), max(int(tokens) - int(start), 1))
         row += int(tokens)
 
 

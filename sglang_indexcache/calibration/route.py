@@ -1,4 +1,4 @@
-"""What a calibration server answers over HTTP: to one client at a time, in phases that all ranks take part in."""
+"""Answers of a calibration server over HTTP: to one client at a time, in phases that all ranks take part in."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _NEXTN_KEY = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """What engines run of a model with an override alone.
+    """Readings of a model with an override alone, by engine.
 
     Attributes:
         override: the parsed `--json-model-override-args`.

@@ -95,6 +95,7 @@ class SglangAdapter(ABC):
         pipeline: what it must have for pipeline stages; `None` where no SGLang has them.
         variants: what it may have, for some of its flags.
         begins_every_stage: whether the first site of a pipeline stage must select, since stages hand nothing over.
+        place: what messages call a site: a `layer`, or a `letter` where the model numbers its layers otherwise.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
@@ -108,6 +109,7 @@ class SglangAdapter(ABC):
     pipeline: ClassVar[Feature | None] = None
     variants: ClassVar[tuple[Feature, ...]] = ()
     begins_every_stage: ClassVar[bool] = False
+    place: ClassVar[str] = "layer"
     proven_after: ClassVar[Need] = LOAD_MODEL
     calibrated: ClassVar[bool] = True
     refused_flags: ClassVar[Mapping[str, str]] = {}

@@ -1,4 +1,4 @@
-"""What an engine makes of a configuration, by version: which layers select, and which key says so."""
+"""Readings of a configuration by an engine, by version: which layers select, and which key says so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERRIDE, CONFIG, FILLED = "override", "config.json", "configuration class"
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one engine would run of a config.json with model overrides, when nothing of ours helps.
+    """Reading by one engine of a config.json with model overrides, when nothing of ours helps.
 
     Attributes:
         engine: its name.

@@ -17,7 +17,7 @@ import httpcore
 from pydantic import TypeAdapter, ValidationError
 
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.connection import Budget, BudgetError, NoProxyError, connections
+from sglang_indexcache.http.connection import AnswerBudget, BudgetError, NoProxyError, connections
 from sglang_indexcache.http.proxy import Proxy
 from sglang_indexcache.io.errors import IndexCacheError, one_line
 from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret
@@ -84,7 +84,7 @@ def ask(
         StatusError: if the code is not 200.
         ServerError: if the key can't be sent, or the answer has another form.
     """
-    address, budget = Address.of(url), Budget(seconds, max_bytes)
+    address, budget = Address.of(url), AnswerBudget(seconds, max_bytes)
     place, content = _place(address, path, Proxy.of(address)), None if body is None else encoded(body)
     with answering(address, path, content, budget, key) as response:
         kind, answer = _content_type(response.headers), response.read()
@@ -106,7 +106,7 @@ def encoded(body: Any) -> bytes:
 
 @contextmanager
 def answering(
-    address: Address, path: str, content: bytes | None, budget: Budget, key: str | None = None
+    address: Address, path: str, content: bytes | None, budget: AnswerBudget, key: str | None = None
 ) -> Iterator[httpcore.Response]:
     """Send a request, a POST if it has `content`; yield the answer with code 200, whose bytes have yet to be read.
 

@@ -25,7 +25,7 @@ class BudgetError(Exception):
     """An answer that has more bytes than it may have, or does not end in time."""
 
 
-class Budget:
+class AnswerBudget:
     """The limits of one answer.
 
     Args:
@@ -78,7 +78,7 @@ class Budget:
 class _Stream(httpcore.NetworkStream):
     """A stream that keeps to a budget, whatever timeouts it is given."""
 
-    def __init__(self, inner: httpcore.NetworkStream, budget: Budget) -> None:
+    def __init__(self, inner: httpcore.NetworkStream, budget: AnswerBudget) -> None:
         self._inner, self._budget = inner, budget
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -104,7 +104,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 class _Backend(httpcore.NetworkBackend):
-    def __init__(self, budget: Budget, proxy: Proxy | None) -> None:
+    def __init__(self, budget: AnswerBudget, proxy: Proxy | None) -> None:
         self._budget, self._proxy = budget, proxy
 
     def connect_tcp(
@@ -124,7 +124,7 @@ class _Backend(httpcore.NetworkBackend):
         return _Stream(inner, self._budget)
 
 
-def connections(address: Address, budget: Budget) -> httpcore.ConnectionPool:
+def connections(address: Address, budget: AnswerBudget) -> httpcore.ConnectionPool:
     """Return the connections to `address`: direct, or through the proxy that the environment names.
 
     Raises:

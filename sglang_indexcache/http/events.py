@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import ServerError, answering
-from sglang_indexcache.http.connection import Budget
+from sglang_indexcache.http.connection import AnswerBudget
 
 _BEGIN, _END = b"data:", b"[DONE]"
 
@@ -22,7 +22,7 @@ def events(
         ServerError: as `ask`; also if the stream ends without its `[DONE]`.
     """
     address, left = Address.of(url), b""
-    with answering(address, path, content, Budget(seconds, max_bytes, trickles=True), key) as response:
+    with answering(address, path, content, AnswerBudget(seconds, max_bytes, trickles=True), key) as response:
         for received in response.iter_stream():
             *lines, left = (left + received).split(b"\n")
             for line in lines:

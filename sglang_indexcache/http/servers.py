@@ -1,4 +1,4 @@
-"""What running servers say about their patterns on `/server_info`."""
+"""Patterns of running servers, by their `/server_info`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _ServerInfo(BaseModel):
 
 
 class ServedRank(BaseModel):
-    """What one data-parallel rank of a server says.
+    """Statement of one data-parallel rank of a server.
 
     Attributes:
         server: its URL, without secrets.

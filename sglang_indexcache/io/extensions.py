@@ -1,4 +1,4 @@
-"""What extensions add: entry points of the groups `indexcache.families`, `indexcache.strategies` and so on.
+"""Additions of extensions: entry points of the groups `indexcache.families`, `indexcache.strategies` and so on.
 
 An extension that can't be loaded is an error, so that nobody takes its absence for a choice.
 """

@@ -11,6 +11,7 @@ from typing import Self
 from sglang_indexcache.io.atomic import read_json_object, reason
 from sglang_indexcache.io.digest import Digest, Stamp, file_digest, side_by_side
 from sglang_indexcache.io.errors import FileError, ModelConfigError
+from sglang_indexcache.io.messages import MODEL_CHANGED
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -87,8 +88,7 @@ class ModelFiles:
 
 def _changed(path: Path) -> ModelConfigError:
     return ModelConfigError(
-        f"{path}: changed since the model was read; expected the same files until results are written: put it back and"
-        " run again"
+        f"{path}: {MODEL_CHANGED}; expected the same files until results are written: put it back and run again"
     )
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Self
 
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, OTHER_LENGTH
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES, DEFINITION, NO_CANDIDATES, IndexerSetting
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 
@@ -60,7 +61,7 @@ class Pattern:
                 raise PatternError(f"pattern has {letter!r} for layer {layer}, expected {expected}{more}")
         if self.roles[0] == SHARED:
             raise PatternError(
-                f"pattern begins with S, but layer 0 has no earlier layer to share from; expected {self.full_role}"
+                f"{BEGINS_SHARED}, but layer 0 has no earlier layer to share from; expected {self.full_role}"
             )
         self._check_indexers()
 
@@ -299,11 +300,11 @@ class Pattern:
             PatternError: if the length differs, or a locked layer is `F`.
         """
         if len(self) != num_layers:
-            raise PatternError(f"pattern has {len(self)} letters, model has {num_layers} layers that select")
+            raise PatternError(OTHER_LENGTH.format(len(self), num_layers))
         wrong = [layer for layer in sorted(locked) if self.roles[layer] == FULL]
         if wrong:
             names = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
-            raise PatternError(f"pattern has F for layer {names}, but the checkpoint has no indexer there; expected S")
+            raise PatternError(f"pattern has F for layer {names}, but the checkpoint has {NO_INDEXER}; expected S")
 
     def check_plain(self, why: str) -> None:
         """Check that no layer selects in blocks; `why` completes the message, behind the indexer's name.

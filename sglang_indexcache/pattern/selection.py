@@ -14,7 +14,7 @@ from sglang_indexcache.io.extensions import ExtensionError, extensions
 
 
 class PatternSelection(ABC):
-    """What the layers of a pattern select, where the model does not say it itself; a frozen dataclass for pydantic.
+    """Selection by the layers of a pattern, where the model does not say it itself; a frozen dataclass for pydantic.
 
     Attributes:
         tokens: largest number of tokens that are attended to.

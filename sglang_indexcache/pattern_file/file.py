@@ -100,7 +100,7 @@ class PrefillSection(_FileSection):
 
     share: Annotated[Finite, Field(gt=0, le=1)] = Field(description="of the time with the checkpoint's own pattern")
     context: Count = Field(description="tokens of the prompts")
-    prices: str = Field(description="name of the price table")
+    prices: str = Field(description="name of the latency table")
 
 
 class BytesSection(_FileSection):
@@ -131,7 +131,7 @@ class SearchSection(_FileSection):
 
     @property
     def within(self) -> bool:
-        """Whether `pattern` was found within a time or bytes, beside the trajectory."""
+        """True if `pattern` was found within a time or bytes, beside the trajectory."""
         return self.prefill is not None or self.bytes is not None
 
 
@@ -149,7 +149,7 @@ class CalibrationSection(_FileSection):
 
 
 class PublishedSection(_FileSection):
-    """Where somebody else published the pattern; it was neither searched nor measured by this project."""
+    """Source of a pattern that somebody else published; it was neither searched nor measured by this project."""
 
     by: str = Field(description="who published it")
     source: str = Field(description="where: an address, or a repository, with what is said there about its search")

@@ -46,12 +46,12 @@ class KnownPattern:
 
     @property
     def label(self) -> str:
-        """What it is, for people: whose, for which model, how many layers are F."""
+        """Description for people: whose, for which model, how many layers are F."""
         return f"{self.path.name} ({self.published.by}, for {self.file.model.name}, {self.kept} F)"
 
     @property
     def kept(self) -> str:
-        """How many layers are F, of how many."""
+        """Number of F layers, of how many."""
         return f"{len(self.pattern.full_layers)} of {len(self.pattern)}"
 
     def is_for(self, architecture: str, num_layers: int) -> bool:

@@ -31,7 +31,7 @@ _Listed = list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
 class _Mark(BaseModel):
-    """What a reader needs of a mark."""
+    """Part of a mark that a reader needs."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 

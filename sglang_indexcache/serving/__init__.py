@@ -38,6 +38,7 @@ from threading import RLock
 from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.serving import engines, identity, metrics, proof, ready, storage, updates, warm_up
 from sglang_indexcache.serving.preflight import EnginePlan
@@ -248,7 +249,7 @@ def _cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:
         backend = getattr(args[0], "storage_backend_type", None)
         problem = storage.unmarked(plan.sglang, backend, getattr(config, "extra_config", None))
         if problem is not None and not plan.pattern.is_full:
-            raise ProofError(f"HiCache storage {backend} can't be combined with a pattern: {problem}")
+            raise ProofError(f"HiCache storage {backend} {NOT_COMBINED}: {problem}")
 
 
 def _handshake(*args: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import RAN_INDEXER
 from sglang_indexcache.sglang.attention import CountedAttention, Observed, makes_graphs
 from sglang_indexcache.sglang.hooks import refusing
 
@@ -62,7 +63,7 @@ class Counter:
     """
 
     def __init__(
-        self, attentions: Iterable[CountedAttention], name: str = "letter", selects_after: int | None = None
+        self, attentions: Iterable[CountedAttention], name: str = "layer", selects_after: int | None = None
     ) -> None:
         self._attentions, self._name, self._selects_after = list(attentions), name, selects_after
         self._missing: set[str] = set()
@@ -174,7 +175,7 @@ class Counter:
             if selected not in allowed and (len(ran) not in allowed or self._must_select(kind, batch)):
                 of_them = "" if selected == len(ran) else f" and selected {selected} times"
                 raise ProofError(
-                    f"{self._name} {item.site} ran an indexer {len(ran)} times{of_them} in a pass ({kind}), expected"
+                    f"{self._name} {item.site} {RAN_INDEXER} {len(ran)} times{of_them} in a pass ({kind}), expected"
                     f" {' or '.join(map(str, allowed))}"
                 )
             for site, _ in ran:

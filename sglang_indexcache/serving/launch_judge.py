@@ -18,6 +18,7 @@ from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED, UNJUDG
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN, drafts_of
@@ -40,7 +41,7 @@ _QUIET_LEVELS = ("warning", "warn", "error", "critical", "fatal")
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is known of a launch.
+    """Judgement of a launch.
 
     Attributes:
         proven: what is proven before a request of a user is served.
@@ -54,13 +55,13 @@ class Judgement:
 
     @property
     def problems(self) -> list[str]:
-        """What SGLang, or the plugin, would refuse, and what can't be judged: one line each."""
+        """Problems: what SGLang or the plugin would refuse, and what can't be judged, one line each."""
         found = [verdict for verdict in self.verdicts if verdict.state in (REFUSED, UNJUDGED)]
         return [verdict.why if verdict.state == REFUSED else verdict.line for verdict in found]
 
     @property
     def lines(self) -> list[str]:
-        """What is no problem, for people."""
+        """Lines for people about what is no problem."""
         known = (verdict.line for verdict in self.verdicts if verdict.state in (RAN, NOT_RUN))
         return [self.proven, *self.notes, *known]
 
@@ -124,7 +125,7 @@ def verdicts(
     if source is not None and not (pattern.is_full and not shard):
         refused |= dict(storage_refusals(source, arguments))
     if line.use_ray:
-        refused["--use-ray"] = "--use-ray can't be combined with a pattern: Ray actors of SGLang load no plugins"
+        refused["--use-ray"] = f"--use-ray {NOT_COMBINED}: Ray actors of SGLang load no plugins"
     for name, why in refused.items():
         yield Verdict(REFUSED, name, why + _as_written(name, line))
     for item in (*COMBINATIONS, *family.sglang.combinations()):

@@ -12,6 +12,7 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.io.refusal import SHARD_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
@@ -74,7 +75,7 @@ def refusals_of(
     adapter, blocks, arguments = family.sglang, with_blocks(family.sglang), Meaning(arguments)
     yield from environment.refused(variables or {})
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
-        yield given, f"{given} can't be combined with a pattern: {reason}"
+        yield given, f"{given} {NOT_COMBINED}: {reason}"
     for given, reason in () if blocks is None else refused_flags(blocks.refused_with_blocks, arguments):
         if pattern.indexers:
             yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
@@ -83,7 +84,7 @@ def refusals_of(
     yield from adapter.refused_with(pattern, arguments)
     stages = getattr(arguments, "pp_size", None) or 1
     if stages > 1 and adapter.pipeline is None:
-        yield "--pp-size", f"--pp-size {stages} can't be combined with a pattern on {family.name}"
+        yield "--pp-size", f"--pp-size {stages} {NOT_COMBINED} on {family.name}"
 
 
 def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str, str]]:
@@ -100,7 +101,7 @@ def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str
     problem = source.refusal(probes.CACHE_KEYS) or unmarked(source, backend, extra)
     if problem is not None:
         given = "--hicache-storage-backend"
-        yield given, f"{given} {backend} can't be combined with a pattern: {problem}"
+        yield given, f"{given} {backend} {NOT_COMBINED}: {problem}"
 
 
 def replacing(pattern: Pattern, family: Family, asked: Asked) -> tuple[Feature, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_LOADED, WOULD_RUN
 from sglang_indexcache.pattern import FULL, SHARED, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.serving import ranks
@@ -85,13 +86,16 @@ def effective_roles(adapter: SglangAdapter, model: Any) -> dict[int, LoadedRole]
     }
 
 
-def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_stage: bool = False) -> str | None:
+def mismatch(
+    pattern: Pattern, effective: dict[int, LoadedRole], begins_every_stage: bool = False, place: str = "layer"
+) -> str | None:
     """Return one line if the loaded layers differ from `pattern`; pipeline stages hold some of the layers only.
 
     Args:
         pattern: the pattern that must run.
         effective: behaviour of this rank's sites, by letter.
         begins_every_stage: whether the first of them must select.
+        place: what a site is called, see `SglangAdapter`.
     """
     if not effective:
         return "the loaded model has no attention module that can choose, so the pattern can't take effect"
@@ -99,15 +103,15 @@ def mismatch(pattern: Pattern, effective: dict[int, LoadedRole], begins_every_st
         if site >= len(pattern):
             return f"the loaded model has {site + 1} layers or more that select, the pattern has {len(pattern)} letters"
         if found.role != pattern[site]:
-            return f"letter {site} would run as {found.role}, the pattern says {pattern[site]}"
+            return f"{place} {site} {WOULD_RUN} {found.role}, the pattern says {pattern[site]}"
         if found.role == FULL and not pattern.dense and not found.has_indexer:
-            return f"letter {site} is F, but the loaded model has no indexer there"
+            return f"{place} {site} is F, but the loaded model has {NO_INDEXER}"
         if found.unloaded is not None:
-            return f"letter {site} is {found.role}, but no weights were loaded into its indexer's {found.unloaded}"
+            return f"{place} {site} is {found.role}, but {NOT_LOADED} {found.unloaded}"
     if begins_every_stage and effective[min(effective)].role == SHARED:
         first = min(effective)
         return (
-            f"letter {first} is the first of its pipeline stage, where nothing was chosen yet: expected"
+            f"{place} {first} is the first of its pipeline stage, where nothing was chosen yet: expected"
             f" {pattern.full_role}"
         )
     return None
@@ -120,7 +124,7 @@ def other_indexers(pattern: Pattern, sites: Collection[int], found: Iterable[Ind
     for site in sorted({*wanted, *loaded}):
         if wanted.get(site) != loaded.get(site):
             return (
-                f"the indexer of letter {site} would run as {loaded.get(site, 'one that scores everything')}, the"
+                f"the indexer of layer {site} {WOULD_RUN} {loaded.get(site, 'one that scores everything')}, the"
                 f" pattern says {wanted.get(site, 'that it scores everything')}"
             )
     return None
@@ -154,7 +158,7 @@ def prove(plan: EnginePlan, runner: Any, need: Need = LOAD_MODEL) -> None:
 def agree(plan: EnginePlan, runner: Any, report: RankReport) -> str | None:
     """Record the proof if all ranks run the pattern; return one line if they don't."""
     reports = ranks.all_ranks(report)
-    problem = disagreement(plan.pattern, reports)
+    problem = disagreement(plan.pattern, reports, plan.family.sglang.place)
     if problem is None:
         pattern = read_back(reports, plan.family.sglang.selection(runner.model))
         shared = {layer: ranks for item in reports for layer, ranks in item.shared_rows.items()}
@@ -183,12 +187,12 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         selection = adapter.selection(runner.model)
         if blocks is not None:
             indexers, shared = blocks.read_back(runner.model)
-        problem = mismatch(plan.pattern, effective, adapter.begins_every_stage)
+        problem = mismatch(plan.pattern, effective, adapter.begins_every_stage, adapter.place)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
         sharing = {site for site, found in effective.items() if plan.asked.shard and found.role == FULL}
         if problem is None and set(shared) != sharing:
             site = min(set(shared) ^ sharing)
-            problem = f"letter {site} would {'' if site in shared else 'not '}share out the rows of prompts"
+            problem = f"layer {site} would {'' if site in shared else 'not '}share out the rows of prompts"
         if problem is None and selection != plan.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
     except Exception as error:
@@ -220,7 +224,7 @@ def count_indexers(plan: EnginePlan, runner: Any, draft: bool) -> None:
         counter = Counter(found, "layer of the draft model")
     else:
         selects = plan.selects_after < runner.model_config.context_len
-        counter = Counter(found, "letter", plan.selects_after if selects else None)
+        counter = Counter(found, plan.family.sglang.place, plan.selects_after if selects else None)
     plan.proven.counters.append(counter)
     counter.begin(kinds_of(runner.server_args, draft))
 

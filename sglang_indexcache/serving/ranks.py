@@ -35,8 +35,8 @@ class RankReport:
     shard: bool = False
 
 
-def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
-    """Return one line if a rank has a problem or another pattern, or a layer is on no rank."""
+def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "layer") -> str | None:
+    """Return one line if a rank has a problem or another pattern, or a layer (`place`) is on no rank."""
     for rank, report in enumerate(reports):
         prefix = f"rank {rank}: " if len(reports) > 1 else ""
         if report.problem is not None:
@@ -50,7 +50,7 @@ def disagreement(pattern: Pattern, reports: list[RankReport]) -> str | None:
             return f"rank {rank} and rank 0 don't both share out indexers; expected {SHARD_VARIABLE} on every node"
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:
-        return f"letter {min(missing)} is on no rank, so its role can't be proven"
+        return f"{place} {min(missing)} is on no rank, so its role can't be proven"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a launch asks of us: by our flags, which become variables, or by the variables themselves."""
+"""Settings that a launch asks of us: by our flags, which become variables, or by the variables themselves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LaunchError(IndexCacheError):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What one engine is asked for.
+    """Settings that one engine is asked for.
 
     Attributes:
         pattern: name of the pattern to serve, if any.

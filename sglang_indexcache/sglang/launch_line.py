@@ -30,7 +30,7 @@ _PROGRAMS = (("-m", "sglang.launch_server"), ("-m", "sglang_indexcache.launch_se
 
 @dataclass(frozen=True)
 class Unread:
-    """What of a launch line SGLang's parser would refuse, or SGLang would not read.
+    """Flag of a launch line that SGLang's parser would refuse, or SGLang would not read.
 
     Attributes:
         name: the flag.

@@ -1,4 +1,4 @@
-"""What server arguments ask for, under one name whatever SGLang: flags were renamed, and some say the same."""
+"""Meanings of server arguments, under one name whatever SGLang: flags were renamed, and some say the same."""
 
 from __future__ import annotations
 

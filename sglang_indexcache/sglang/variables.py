@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from sglang_indexcache.io.messages import NOT_COMBINED
+
 _OFF = ("", "0", "false", "no", "off", "n", "f")
 _WORDS = re.compile(
     r"(?:SGLANG|SGL)_(?!INDEXCACHE)(?:\w*_)?(?:DSA|NSA|INDEXER|INDEX|TOPK|LITETOPK|SPARSE|HISPARSE|FLASHMLA|MLA|MLAPO|MHA|ATTN"
@@ -36,7 +38,7 @@ def refused(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         for names, what in _PENDING:
             if names.fullmatch(name) and variables[name].strip().lower() not in _OFF:
                 why = f"SGLang's pull request {what}, and was never run with one; expected it unset"
-                yield name, f"{name} can't be combined with a pattern: {why}"
+                yield name, f"{name} {NOT_COMBINED}: {why}"
 
 
 def touching(variables: Mapping[str, str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import ModelConfigError
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from sglang_indexcache.sglang.probes import SglangSource
 
 GOOD = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", "model_path": "x"}
@@ -104,5 +105,5 @@ def test_a_model_that_is_replaced_while_a_server_loads_it(
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\1")
-    with pytest.raises(ModelConfigError, match=r"model\.safetensors: changed since the model was read"):
+    with pytest.raises(ModelConfigError, match=rf"model\.safetensors: {MODEL_CHANGED}"):
         calibration.check_loaded()

@@ -20,6 +20,7 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import FileError, ModelConfigError, SpellingError
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_COMBINED, OTHER_LENGTH
 from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config, tiny_v4_config
@@ -110,7 +111,7 @@ def test_layers_without_indexer_weights_cannot_be_full(
     """GLM-5.2 ships no indexer for its shared layers; engines would run random weights there without a word."""
     save_file(weights([0, 1, 2, 4, 5]), model / "model.safetensors")
     [line] = problems([write_file(), "--model", str(model)], capsys)
-    assert line == "problem: pattern has F for layer 3, but the checkpoint has no indexer there; expected S"
+    assert line == f"problem: pattern has F for layer 3, but the checkpoint has {NO_INDEXER}; expected S"
 
 
 def test_weights_are_found_in_an_index_and_in_shards(model: Path) -> None:
@@ -135,7 +136,7 @@ def test_other_models_and_lengths_are_problems(
     model: Path, write_file: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = problems([write_file(Pattern("FSSFS")), "--model", str(model)], capsys)
-    assert lines[0] == "problem: pattern has 5 letters, model has 6 layers that select"
+    assert lines[0] == f"problem: {OTHER_LENGTH.format(5, 6)}"
     other = write_file(config=tiny_config(index_topk=16))
     [line] = problems([other, "--model", str(model)], capsys)
     assert line == (
@@ -174,7 +175,7 @@ def test_overrides_are_merged(given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ('{"index_topk_freq": 3}', "index_topk_freq means FFSSFS"),
-        ('{"indexer_types": ["full"]}', "1 letters, model has 6"),
+        ('{"indexer_types": ["full"]}', OTHER_LENGTH.format(1, 6)),
         (
             '{"index_topk_pattern": "FSSFSS", "indexer_types": ["full", "full", "full", "full", "full", "full"]}',
             "means FFFFFF",
@@ -309,8 +310,8 @@ def test_the_documented_override_alone_is_ignored_on_glm5(model: Path) -> None:
             "could not be judged: the pattern that --server-args serve (/on/a.yaml",
         ),
         ("--indexcache-calibrate", "--server-args starts a calibration server, which serves no pattern"),
-        ("SGLANG_USE_SM90_LITETOPK=1 sglang serve --tp 8", "SGLANG_USE_SM90_LITETOPK can't be combined with a pattern"),
-        ("--enable-two-batch", "--enable-two-batch-overlap can't be combined with a pattern: its path"),
+        ("SGLANG_USE_SM90_LITETOPK=1 sglang serve --tp 8", f"SGLANG_USE_SM90_LITETOPK {NOT_COMBINED}"),
+        ("--enable-two-batch", f"--enable-two-batch-overlap {NOT_COMBINED}: its path"),
         ("--lala", "could not be judged: --lala (no such flag)"),
         ("--tp eight", "could not be judged: --tp (argument --tp-size/--tensor-parallel-size: invalid int value"),
         ("--kv-cache-dtype FP8_E4M3", "could not be judged: --kv-cache-dtype (argument --kv-cache-dtype: invalid choi"),

@@ -20,6 +20,7 @@ from sglang_indexcache.families.combination import NOT_RUN, RAN, REFUSED
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.combinations import COMBINATIONS
 from sglang_indexcache.serving.launch_judge import family_in, judge, proven_first, verdicts
@@ -104,7 +105,7 @@ def test_refusals_depend_on_pattern_and_family() -> None:
         assert REFUSED in {item.state for item in verdicts(dense, DENSE_GQA, on_cpu(line))}
     assert states("--enable-two-batch-overlap", Pattern("FFF")) == {"--enable-two-batch-overlap": NOT_RUN}
     [found] = verdicts(SHARED, DEEPSEEK_V4, on_cpu("--enable-hisparse"))
-    assert found.state == REFUSED and "--enable-hisparse can't be combined with a pattern" in found.why
+    assert found.state == REFUSED and f"--enable-hisparse {NOT_COMBINED}" in found.why
     file = PatternSpec("glm.yaml", pattern_file(SHARED, tiny_config()))
     assert family_in(file) is family_of("GlmMoeDsaForCausalLM") and family_in(PatternSpec.read("FSSF")) is None
 
@@ -199,7 +200,7 @@ def test_the_launcher_says_it_before_sglang_starts(
     assert all(note.startswith("note from indexcache: ") for note in notes)
     assert notes[-1].endswith("not run: other context parallelism") and len(notes) == 4
     assert "taken for a DSA model" in notes[1]
-    with pytest.raises(LaunchError, match="--enable-flexkv can't be combined with a pattern"):
+    with pytest.raises(LaunchError, match=f"--enable-flexkv {NOT_COMBINED}"):
         launch_server.prepare(["--indexcache-pattern", "FSSFSS", "--enable-flexkv"])
     launch_server.prepare(["--indexcache-pattern", "FFF", "--enable-flexkv"])
     assert capsys.readouterr().err == ""

@@ -16,6 +16,7 @@ from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.families.refused import REFUSED
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, PatternFileError
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from sglang_indexcache.model.config_keys import differing
 from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config
@@ -258,7 +259,7 @@ def test_entries_of_nextn_layers_are_read_by_nobody(key: str) -> None:
     model = describe(tiny_config(**{key: longer}, num_nextn_predict_layers=1), "glm")
     assert model.native.roles == "FFSFSS"
     for more in ({}, {"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": True}):
-        with pytest.raises(ModelConfigError, match="7 letters, model has 6 layers that select"):
+        with pytest.raises(ModelConfigError, match=OTHER_LENGTH.format(7, 6)):
             describe(tiny_config(**{key: longer}, **more), "glm")
 
 

@@ -21,6 +21,7 @@ from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.needs import RULE
 from sglang_indexcache.families.dsa.override import to_sglang
+from sglang_indexcache.io.messages import BEGINS_SHARED, BUSY, OTHER_LENGTH
 from sglang_indexcache.sglang.probes import SglangSource
 
 LAYERS = 6
@@ -93,9 +94,9 @@ def test_switching_is_two_attributes_a_layer_and_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("FSSF", "pattern has 4 letters, model has 6 layers that select"),
+        ("FSSF", OTHER_LENGTH.format(4, 6)),
         ("FFFFFF", "layer 4"),
-        ("SFFFSF", "begins with S"),
+        ("SFFFSF", BEGINS_SHARED),
         (None, "pattern is NoneType, expected a string"),
         (["F"], "pattern is list, expected a string"),
     ],
@@ -110,7 +111,7 @@ def test_patterns_that_do_not_fit(action: str, pattern: Any, message: str) -> No
 def test_a_busy_rank_does_not_switch() -> None:
     scheduler = Scheduler()
     scheduler.idle = False
-    with pytest.raises(IndexCacheError, match="busy: requests are running"):
+    with pytest.raises(IndexCacheError, match=f"busy: {BUSY}"):
         ask(scheduler, "switch", pattern="FSSFSS")
     assert scheduler.roles == NATIVE.roles
     assert ask(scheduler, "status")["pattern"] == NATIVE.roles

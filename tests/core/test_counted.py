@@ -16,6 +16,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import keep_selection
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io.messages import RAN_INDEXER
 from sglang_indexcache.serving import counted, proof
 from sglang_indexcache.serving.counted import Counter, batch_of, kind_of, kinds_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
@@ -68,7 +69,7 @@ def batch_like(mode: str, tokens: int) -> Any:
 
 
 def counter_of(model: nn.Module, draft: bool = False, selects_after: int | None = None) -> Counter:
-    name = "layer of the draft model" if draft else "letter"
+    name = "layer of the draft model" if draft else "layer"
     return Counter(DSA.sglang.attentions(model, PATTERN, draft), name, selects_after)
 
 
@@ -125,7 +126,7 @@ def test_an_indexer_too_many_or_too_few_ends_the_process(mode: str, capsys: pyte
         model = Model()
         counter_of(model).begin({"extend", "decode", "target verify", "mixed"})
         setattr(model.layers[3], name, value)
-        line = f"indexcache: letter 3 ran an indexer {times} times in a pass ({kind}), expected 1"
+        line = f"indexcache: layer 3 {RAN_INDEXER} {times} times in a pass ({kind}), expected 1"
         assert ended_by(capsys, model, mode) == line
 
 
@@ -140,7 +141,7 @@ def test_an_s_layer_that_selects_ends_the_process(capsys: pytest.CaptureFixture[
             model.layers[1].indexer = model.layers[0].indexer
         model.layers[1].skip_topk = False
         assert ended_by(capsys, model, "DECODE") == (
-            "indexcache: letter 1 ran an indexer 1 times in a pass (decode), expected 0"
+            f"indexcache: layer 1 {RAN_INDEXER} 1 times in a pass (decode), expected 0"
         )
 
 
@@ -159,7 +160,7 @@ def test_another_layers_indexer_ends_the_process(capsys: pytest.CaptureFixture[s
     model = Model()
     counter_of(model).begin({"decode"})
     model.layers[3].indexer = model.layers[0].indexer
-    assert ended_by(capsys, model, "DECODE") == "indexcache: letter 3 ran the indexer of 0 in a pass (decode)"
+    assert ended_by(capsys, model, "DECODE") == "indexcache: layer 3 ran the indexer of 0 in a pass (decode)"
 
 
 def test_draft_models_select_unless_indices_are_handed_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +173,7 @@ def test_draft_models_select_unless_indices_are_handed_over(capsys: pytest.Captu
     model.run("DECODE")
     model.layers[0].times = 0
     assert ended_by(capsys, model, "DRAFT_EXTEND_V2") == (
-        "indexcache: layer of the draft model 0 ran an indexer 0 times in a pass (draft extend), expected 1"
+        f"indexcache: layer of the draft model 0 {RAN_INDEXER} 0 times in a pass (draft extend), expected 1"
     )
 
 
@@ -271,7 +272,7 @@ def test_deepseek_v4_is_counted_where_an_indexer_projects_its_queries(capsys: py
     del model.layers[1].indexer.forward
     with pytest.raises(SystemExit):
         model.run_prompt()
-    assert re.search(r"letter 1 ran an indexer 1 times in a pass \(extend\), expected 0", capsys.readouterr().err)
+    assert re.search(rf"layer 1 {RAN_INDEXER} 1 times in a pass \(extend\), expected 0", capsys.readouterr().err)
 
 
 class Graphs:
@@ -375,7 +376,7 @@ def test_a_long_prompt_whose_f_layers_select_nothing_ends_the_process(capsys: py
         layer.dense = True
     model.run("EXTEND", tokens=64)
     assert ended_by(capsys, model, "EXTEND", tokens=65) == (
-        "indexcache: letter 0 ran an indexer 1 times and selected 0 times in a pass (extend), expected 1"
+        f"indexcache: layer 0 {RAN_INDEXER} 1 times and selected 0 times in a pass (extend), expected 1"
     )
 
 
@@ -411,9 +412,9 @@ def test_graphs_of_prompts_that_are_replayed_are_counted(capsys: pytest.CaptureF
     assert counter.passes == {"extend (replayed)": 1} and counter.longest == 65 and not counter.counting
     assert not any("_get_topk_ragged" in vars(layer.indexer) for layer in model.layers if layer.indexer is not None)
     for letters, line in (
-        ("3", "letter 3 selected for a prompt (extend (replayed)) where letter 0 was next"),
-        ("00", "letter 0 selected for a prompt (extend (replayed)) where letter 3 was next"),
-        ("01", "letter 1 selected for a prompt (extend (replayed)) where letter 3 was next"),
+        ("3", "layer 3 selected for a prompt (extend (replayed)) where layer 0 was next"),
+        ("00", "layer 0 selected for a prompt (extend (replayed)) where layer 3 was next"),
+        ("01", "layer 1 selected for a prompt (extend (replayed)) where layer 3 was next"),
     ):
         model.layers[1].indexer = Indexer()  # as in SGLang 0.5.17
         counter = counter_of(model, selects_after=64)

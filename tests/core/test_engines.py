@@ -18,6 +18,7 @@ from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_COMBINED, NOT_LOADED, OTHER_LENGTH
 from sglang_indexcache.serving import engines
 from tests import fake_sglang
 from tests.conftest import tiny_config
@@ -157,8 +158,8 @@ def test_engines_that_are_launched_in_threads(process: Process) -> None:
         ({}, {"pattern": "FSSFSS"}, {}, "the indexcache section of the model overrides is not a pattern, nor its"),
         ({}, 5, {}, "the indexcache section of the model overrides is not a pattern"),
         ({ASK: "no.yaml@1/2"}, None, {}, "no.yaml: No such file or directory"),
-        ({ASK: "FSSF"}, None, {}, "pattern has 4 letters, model has 6 layers that select"),
-        ({ASK: "FSSFSS"}, None, {"use_ray": True}, "--use-ray can't be combined with a pattern on this SGLang: needs"),
+        ({ASK: "FSSF"}, None, {}, OTHER_LENGTH.format(4, 6)),
+        ({ASK: "FSSFSS"}, None, {"use_ray": True}, f"--use-ray {NOT_COMBINED} on this SGLang: needs"),
         ({CALIBRATE: "1"}, None, {"use_ray": True}, "--use-ray can't be combined with calibration on this SGLang"),
     ],
 )
@@ -185,7 +186,7 @@ def test_an_engine_of_rays_class_is_refused(process: Process, capsys: pytest.Cap
     process.set({ASK: "FSSFSS"})
     with pytest.raises(SystemExit):
         ray(model_path=str(process.folder / "six"))
-    assert capsys.readouterr().err.startswith("indexcache: RayEngine can't be combined with a pattern on this SGLang")
+    assert capsys.readouterr().err.startswith(f"indexcache: RayEngine {NOT_COMBINED} on this SGLang")
 
 
 def test_a_scheduler_that_has_lost_its_server_arguments_ends_the_launch(
@@ -241,12 +242,10 @@ def test_an_update_from_disk_is_proven_again_or_not_proven_any_more(process: Pro
     assert update(engine).success and engine.state()["proven"] and weights(engine) == [2.0] * 6
 
     reply = update(engine, value=3.0, lost=3)  # an F layer
-    assert (
-        not reply.success and "letter 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
-    )
+    assert not reply.success and f"layer 3 is F, but {NOT_LOADED} wk.weight" in reply.message
     assert weights(engine) == [3.0, 3.0, 3.0, 2.0, 3.0, 3.0]  # never NaN
     state = engine.state()
-    assert not state["proven"] and state["since"][:2] == "20" and "letter 3 is F" in state["reason"]
+    assert not state["proven"] and state["since"][:2] == "20" and "layer 3 is F" in state["reason"]
 
     assert update(engine, value=4.0).success and engine.state()["proven"]
     assert not update(engine, error="Failed to get weights iterator").success  # nothing was touched
@@ -265,8 +264,7 @@ def test_a_checkpoint_that_lacks_an_indexer_is_refused_before_anything_is_loaded
     reply = update(engine, model_path=str(folder))
     assert not reply.success and engine.state()["proven"] and weights(engine) == [1.0] * 6
     assert reply.message == (
-        "indexcache: pattern has F for layer 3, but the checkpoint has no indexer there; expected S;"
-        " nothing was updated"
+        f"indexcache: pattern has F for layer 3, but the checkpoint has {NO_INDEXER}; expected S; nothing was updated"
     )
 
 
@@ -304,14 +302,14 @@ def test_released_weights_must_be_loaded_before_a_prompt(process: Process) -> No
     assert not engine.state()["proven"]
     reply = update(engine, "end_weight_update")
     assert not reply.success
-    assert "letter 3 is F, but no weights were loaded into its indexer's wk.weight" in reply.message
+    assert f"layer 3 is F, but {NOT_LOADED} wk.weight" in reply.message
 
     plan = engines.plan_of(engine.scheduler.server_args)
     assert plan is not None
     asked: list[Any] = []
     plan.proven.counters.append(SimpleNamespace(again=asked.append))  # type: ignore[arg-type]
     update(engine, "update_weights_from_tensor", tensors=[])
-    with pytest.raises(ProofError, match=r"a prompt came when the pattern was not proven since .*letter 3 is F"):
+    with pytest.raises(ProofError, match=r"a prompt came when the pattern was not proven since .*layer 3 is F"):
         asked[-1]()
     update(engine, "update_weights_from_tensor", tensors=[3])
     plan.proven.counters.clear()

@@ -13,6 +13,7 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.lease import Lease
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.route import Route
+from sglang_indexcache.io.messages import BUSY
 
 ANN, BOB = "ann" * 8, "bob" * 8
 
@@ -36,7 +37,7 @@ class Ranks:
         await asyncio.sleep(0)
         replies = []
         for rank in range(2):
-            error = protocol.busy("requests are running") if rank in self.busy and body["action"] == "check" else ""
+            error = protocol.busy(BUSY) if rank in self.busy and body["action"] == "check" else ""
             self.switched[rank] += body["action"] == "switch"
             replies.append(SimpleNamespace(success=not error, response=[{"dp_rank": rank}], error=error))
         self.meanwhile(body["action"])
@@ -158,7 +159,7 @@ def test_another_version_of_the_protocol(route: Route, ranks: Ranks, version: An
 def test_what_one_rank_can_not_do_none_does(route: Route, ranks: Ranks) -> None:
     ask(route, "lease", words(ANN))
     ranks.busy = {1}
-    assert ask(route, "switch", words(ANN)) == (protocol.CONFLICT, {"error": "busy: requests are running"})
+    assert ask(route, "switch", words(ANN)) == (protocol.CONFLICT, {"error": f"busy: {BUSY}"})
     assert ranks.switched == [0, 0]
 
 

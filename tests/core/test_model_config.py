@@ -10,6 +10,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.hf.loading import load_model
 from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.io.errors import ModelConfigError
+from sglang_indexcache.io.messages import BEGINS_SHARED, OTHER_LENGTH
 from tests.conftest import tiny_config
 
 
@@ -39,8 +40,8 @@ def test_digest_ignores_what_does_not_change_the_model() -> None:
         ({"architectures": None}, "glm_moe_dsa has no attention"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
         ({"index_topk": None}, "index_topk is None"),
-        ({"index_topk_pattern": "FF"}, "2 letters, model has 6 layers that select"),
-        ({"indexer_types": ["shared"] * 6}, "begins with S"),
+        ({"index_topk_pattern": "FF"}, OTHER_LENGTH.format(2, 6)),
+        ({"indexer_types": ["shared"] * 6}, BEGINS_SHARED),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -60,7 +61,7 @@ def test_hy_v4_has_one_indexer_in_four_where_its_config_says_nothing() -> None:
     assert model.layers == tuple(range(11)) and family_of(model.architecture).name == "hy_v4"
     types = ["full", "shared"] * 3
     assert describe(hy_v4(6, indexer_types=types), "hy4").native.roles == "FSFSFS"
-    with pytest.raises(ModelConfigError, match="begins with S"):
+    with pytest.raises(ModelConfigError, match=BEGINS_SHARED):
         describe(hy_v4(6, indexer_types=["shared", "full"] * 3), "hy4")
 
 

@@ -17,6 +17,7 @@ from sglang_indexcache.checkpoint.checkpoint import weights_digest
 from sglang_indexcache.io import digest as module
 from sglang_indexcache.io.digest import file_digest, side_by_side
 from sglang_indexcache.io.errors import FileError, ModelConfigError
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
 
 HOUR = 3600
@@ -76,7 +77,7 @@ def test_what_belongs_to_the_weights_and_what_to_the_tokenizer(folder: Path) -> 
     for name in ("two.safetensors", "config.json"):
         rewrite(folder / name, name.upper())
         assert weights_digest(str(folder)) != weights.sha256
-        with pytest.raises(ModelConfigError, match=f"{name}: changed since the model was read; expected the same"):
+        with pytest.raises(ModelConfigError, match=f"{name}: {MODEL_CHANGED}; expected the same"):
             weights.check()
         rewrite(folder / name, name)
         weights.check()  # the old ones are back

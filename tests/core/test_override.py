@@ -12,6 +12,7 @@ import pytest
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
+from sglang_indexcache.io.messages import NO_INDEXER, OTHER_LENGTH
 from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import tiny_config, tiny_v4_config
 
@@ -104,7 +105,7 @@ def test_a_version_that_was_not_read_is_not_answered_for(
         ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "SGLang 0.5.20 to 0.5.23 ignores index_topk_freq and"),
         ({"index_topk_pattern": list(ROLES)}, IGNORED),
         ({"index_topk_pattern": ROLES.lower()}, "'f' for layer 0, expected F or S in capitals"),
-        ({"index_topk_pattern": "FSS"}, "index_topk_pattern: pattern has 3 letters, model has 6 layers that select"),
+        ({"index_topk_pattern": "FSS"}, f"index_topk_pattern: {OTHER_LENGTH.format(3, 6)}"),
         ({"index_topk_pattern": "F,S,S,F,S,S"}, "index_topk_pattern: pattern has ',' for layer 1"),
         ({"index_topk_pattern": "FSS\nFSS"}, "expected F or S"),
         (
@@ -158,9 +159,7 @@ def test_layers_without_an_indexer_stay_locked(model: Callable[..., str], capsys
     """A pasted pattern of GLM-5 on GLM-5.2: engines that take it run indexers without weights."""
     folder = model(tiny_config(indexer_types=["full"] * 3 + ["shared"] * 3))
     code, lines = alone(capsys, folder, {"index_topk_pattern": "FSFFFS"})
-    assert (
-        code == 1 and "pattern has F for layer 3, 4, but the checkpoint has no indexer there; expected S" in lines[-2]
-    )
+    assert code == 1 and f"pattern has F for layer 3, 4, but the checkpoint has {NO_INDEXER}; expected S" in lines[-2]
     assert "(it reads indexer_types first, which config.json has): 3 of 6 layers stay F" in lines[-1]
 
 
@@ -229,7 +228,7 @@ def test_in_a_launch_line(model: Callable[..., str], capsys: pytest.CaptureFixtu
         ({"index_topk_pattern": "FFSSSS"}, "index_topk_pattern means FFSSSS, the pattern file FSSFSS; expected one of"),
         ({"index_topk_freq": 3}, "index_topk_freq means FFSSFS, the pattern file FSSFSS"),
         ({"indexer_types": ["full"] * 6}, "indexer_types means FFFFFF, the pattern file FSSFSS"),
-        ({"index_topk_pattern": "FSS"}, "3 letters, model has 6 layers that select"),
+        ({"index_topk_pattern": "FSS"}, OTHER_LENGTH.format(3, 6)),
         ({"text_config": LETTERS}, "may change attention"),
         ([ROLES], f"{FLAG} is list, expected a JSON object"),
     ],

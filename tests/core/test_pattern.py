@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import BEGINS_SHARED, OTHER_LENGTH
 from sglang_indexcache.pattern import full_layer_count, parse_retention, uniform_pattern
 
 ROLES = st.text(alphabet="FS", max_size=90).map(lambda tail: "F" + tail)
@@ -21,7 +22,7 @@ ROLES = st.text(alphabet="FS", max_size=90).map(lambda tail: "F" + tail)
     ("roles", "message"),
     [
         ("", "pattern is empty"),
-        ("SFF", "begins with S"),
+        ("SFF", BEGINS_SHARED),
         ("FFs", "'s' for layer 2"),
         ("FF S", "' ' for layer 2"),
         ("F1", "'1' for layer 1"),
@@ -84,7 +85,7 @@ def test_uniform_phase_shifts() -> None:
 
 def test_check_fits_names_length_and_locked_layers() -> None:
     Pattern("FSFS").check_fits(4, locked=[1, 3])
-    with pytest.raises(PatternError, match="pattern has 4 letters, model has 5 layers that select"):
+    with pytest.raises(PatternError, match=OTHER_LENGTH.format(4, 5)):
         Pattern("FSFS").check_fits(5)
     with pytest.raises(PatternError, match="F for layer 2, but the checkpoint has no indexer"):
         Pattern("FSFS").check_fits(4, locked=[1, 2])
@@ -95,7 +96,7 @@ def test_share_flips_one_full_layer() -> None:
     for pattern, layer in (("FSF", 1), ("FFF", 3), ("FFF", -1)):
         with pytest.raises(PatternError, match="not an F layer"):
             Pattern(pattern).share(layer)
-    with pytest.raises(PatternError, match="begins with S"):
+    with pytest.raises(PatternError, match=BEGINS_SHARED):
         Pattern("FFF").share(0)
 
 
@@ -159,7 +160,7 @@ def test_uniform_asks_for_no_more_layers_than_have_an_indexer() -> None:
         ("FSXF", "pattern has 'X' for layer 2, expected F or S$"),
         ("FSfF", "pattern has 'f' for layer 2, expected F or S in capitals"),
         ("FSDF", r"expected F or S \(D needs a selection\)"),
-        ("SSFF", "pattern begins with S"),
+        ("SSFF", BEGINS_SHARED),
     ],
 )
 def test_what_is_said_of_other_letters(letters: str, message: str) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.io.errors import PatternError, PatternFileError, is_hidden
+from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, OTHER_LENGTH
 from tests.conftest import tiny_config
 
 GOOD = """\
@@ -165,12 +166,12 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (edited(search__speed=1), "search.speed: unknown key"),
         (edited(trajectory__0__note="x"), "trajectory[0].note: unknown key"),
         (edited(model__num_layers="8"), "model.num_layers: found '8', expected: a valid integer"),
-        (edited(model__num_layers=9), "pattern has 8 letters, model has 9 layers that select"),
+        (edited(model__num_layers=9), OTHER_LENGTH.format(8, 9)),
         (edited(model__config_sha256="abc"), "model.config_sha256: found 'abc'"),
         (edited(model__locked_layers=[0]), "model.locked_layers: found 0, expected 1 to 7"),
-        (edited(model__locked_layers=[5]), "F for layer 5, but the checkpoint has no indexer there"),
-        (edited(pattern="FSFFFFFS"), "F for layer 6, but the checkpoint has no indexer there"),
-        (edited(pattern="SSFFFFSS"), "pattern: pattern begins with S"),
+        (edited(model__locked_layers=[5]), f"F for layer 5, but the checkpoint has {NO_INDEXER}"),
+        (edited(pattern="FSFFFFFS"), f"F for layer 6, but the checkpoint has {NO_INDEXER}"),
+        (edited(pattern="SSFFFFSS"), f"pattern: {BEGINS_SHARED}"),
         (edited(pattern="FSFFFFSs"), "pattern: pattern has 's' for layer 7"),
         (edited(pattern=["F"]), "pattern: found ['F'], expected: a valid string"),
         (edited(retention=0.5), "retention: found 0.5, but pattern keeps 0.6250 of its layers"),

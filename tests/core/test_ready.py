@@ -15,6 +15,7 @@ import pytest
 from sglang_indexcache import Pattern
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import RAN_INDEXER, WOULD_RUN
 from sglang_indexcache.serving import ready
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import Request
@@ -71,13 +72,13 @@ def test_the_line_of_a_refused_scheduler_is_the_last_that_a_launch_prints(
     def start(refused: bool) -> Any:
         if refused:
             with pytest.raises(SystemExit):  # in a process of its own
-                refusal.refuse("letter 1 would run as F")
+                refusal.refuse(f"layer 1 {WOULD_RUN} F")
             capsys.readouterr()
         raise RuntimeError("Initialization failed")
 
     with pytest.raises(SystemExit, match="2"):
         ready.launch(plan(PROVEN), server_args, lambda: start(True))
-    assert capsys.readouterr().err == "indexcache: letter 1 would run as F\n"
+    assert capsys.readouterr().err == f"indexcache: layer 1 {WOULD_RUN} F\n"
     for _ in range(2):  # what one launch left is not the next one's
         with pytest.raises(RuntimeError, match="Initialization failed"):
             ready.launch(plan(PROVEN), server_args, lambda: start(False))
@@ -99,7 +100,7 @@ def test_the_line_of_a_scheduler_that_is_refused_while_it_serves_is_the_last(
     if refused:
         monkeypatch.setenv(refusal.LEFT_VARIABLE, str(folder / "refused"))  # as the scheduler was started with
         with pytest.raises(SystemExit):
-            refusal.refuse("letter 3 ran an indexer 0 times")
+            refusal.refuse(f"layer 3 {RAN_INDEXER} 0 times")
         capsys.readouterr()
 
     def sglangs(parent_pid: int | None, include_parent: bool = True, **by: Any) -> None:
@@ -113,7 +114,7 @@ def test_the_line_of_a_scheduler_that_is_refused_while_it_serves_is_the_last(
     assert done[:2] == [(1, True), (me, False)]
     if refused:
         assert done[2:] == [(me, False), (me, signal.SIGKILL)] and not folder.exists()
-        said += "indexcache: letter 3 ran an indexer 0 times\n"
+        said += f"indexcache: layer 3 {RAN_INDEXER} 0 times\n"
     else:
         assert done[2:] == [(me, True)] and folder.exists()
         ready._forget()

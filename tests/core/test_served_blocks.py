@@ -18,6 +18,7 @@ from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.needs import BLOCKS, DECODING, PREFILL
 from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.io.errors import PatternError, ProofError
+from sglang_indexcache.io.messages import NO_INDEXER, WOULD_RUN
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS, IndexerSetting
 from sglang_indexcache.serving.preflight import refused_flags
 from sglang_indexcache.serving.proof import other_indexers
@@ -183,10 +184,10 @@ def test_what_is_proven() -> None:
     assert other_indexers(pattern, {0, 1, 2, 3}, both) is None
     assert other_indexers(pattern, {0, 1}, ()) is None  # a pipeline stage without them
     assert other_indexers(pattern, {2, 3}, both[:1]) == (
-        "the indexer of letter 3 would run as one that scores everything, the pattern says 3q16"
+        f"the indexer of layer 3 {WOULD_RUN} one that scores everything, the pattern says 3q16"
     )
     assert other_indexers(Pattern("FSFF"), {2, 3}, both[:1]) == (
-        "the indexer of letter 2 would run as 2q4, the pattern says that it scores everything"
+        f"the indexer of layer 2 {WOULD_RUN} 2q4, the pattern says that it scores everything"
     )
     stages = [
         RankReport(fingerprint="", layers=(0, 1), roles="FS--"),
@@ -218,10 +219,10 @@ def test_modules_are_read_back() -> None:
     for method in (PREFILL, DECODING):
         other = indexer()
         setattr(other, method, print)
-        with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+        with pytest.raises(ProofError, match="layer 0 selects by builtin_function_or_method, expected SGLang's own"):
             patch_indexers.read_back(modules(other))
     in_blocks._get_topk_paged = print  # type: ignore[assignment]
-    with pytest.raises(ProofError, match="letter 0 selects by BlockSelection, builtin_function_or_method, expected"):
+    with pytest.raises(ProofError, match="layer 0 selects by BlockSelection, builtin_function_or_method, expected"):
         patch_indexers.read_back(modules(in_blocks))
 
 
@@ -231,8 +232,8 @@ def test_indexers_of_other_kinds_are_refused() -> None:
     for refused, text, line in (
         (local, "F+0q4", "always selects the first or last tokens"),
         (other, "F+0q4", "Other selects in a way of its own"),
-        (None, "F+0q4", "letter 0 should select in blocks, but the loaded model has no indexer there"),
-        (indexer(), "F+0q64", "letter 0 selects for 64 queries at a time, expected at most index_topk"),
+        (None, "F+0q4", f"layer 0 should select in blocks, but the loaded model has {NO_INDEXER}"),
+        (indexer(), "F+0q64", "layer 0 selects for 64 queries at a time, expected at most index_topk"),
     ):
         with pytest.raises(ProofError, match=line):
             patch_indexers.install(modules(refused), Pattern.parse(text))

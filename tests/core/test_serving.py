@@ -22,6 +22,7 @@ from sglang_indexcache import Pattern, __version__, plugin, serving
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_LOADED, WOULD_RUN
 from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
@@ -142,10 +143,10 @@ def test_a_model_that_runs_the_pattern_is_proven_so() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (loaded("FSFFSS"), "letter 2 would run as F, the pattern says S"),
-        (loaded("FSSSSS"), "letter 3 would run as S, the pattern says F"),
+        (loaded("FSFFSS"), f"layer 2 {WOULD_RUN} F, the pattern says S"),
+        (loaded("FSSSSS"), f"layer 3 {WOULD_RUN} S, the pattern says F"),
         (loaded("FSSFSSS"), "has 7 layers or more that select, the pattern has 6 letters"),
-        (loaded("FSSFSS", indexer=False), "letter 0 is F, but the loaded model has no indexer there"),
+        (loaded("FSSFSS", indexer=False), f"layer 0 is F, but the loaded model has {NO_INDEXER}"),
         (nn.Linear(2, 2), "no attention module that can choose"),
     ],
 )
@@ -164,7 +165,7 @@ def test_indexers_of_f_layers_that_nothing_was_loaded_into_are_found() -> None:
         nn.init.zeros_(attention.indexer.wk.bias)
     nn.init.zeros_(attentions[3].indexer.wk.weight)
     line = mismatch(PATTERN, effective_roles(DSA.sglang, model))
-    assert line == "letter 3 is F, but no weights were loaded into its indexer's wk.bias"
+    assert line == f"layer 3 is F, but {NOT_LOADED} wk.bias"
     nn.init.zeros_(attentions[3].indexer.wk.bias)
     assert mismatch(PATTERN, effective_roles(DSA.sglang, model)) is None
 
@@ -173,7 +174,7 @@ def test_ranks_must_agree_and_hold_all_layers() -> None:
     mine, other = PATTERN.fingerprint, Pattern("FFSFSS").fingerprint
     stages = [RankReport(fingerprint=mine, layers=layers) for layers in ((0, 1, 2), (3, 4, 5))]
     assert disagreement(PATTERN, stages) is None
-    assert disagreement(PATTERN, stages[:1]) == "letter 3 is on no rank, so its role can't be proven"
+    assert disagreement(PATTERN, stages[:1]) == "layer 3 is on no rank, so its role can't be proven"
     line = disagreement(PATTERN, [stages[0], RankReport(fingerprint=other, layers=(3, 4, 5))])
     assert line == (
         f"rank 1 serves a pattern with fingerprint {other[:16]}, rank 0 one with {mine[:16]}; "
@@ -205,7 +206,7 @@ def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as caught:
         prove(asked, SimpleNamespace(model=loaded("FFFFFF")))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "indexcache: letter 1 would run as F, the pattern says S\n"
+    assert capsys.readouterr().err == f"indexcache: layer 1 {WOULD_RUN} F, the pattern says S\n"
     assert asked.proven.proof == Proof(PATTERN, 6, 1)
 
 

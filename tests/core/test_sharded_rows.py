@@ -25,6 +25,7 @@ from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
 from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules
@@ -135,15 +136,15 @@ def test_what_can_not_share_out_rows() -> None:
         patch_indexers.share_rows(modules().items(), pattern, ALONE)
     two = Shards(0, 2, lambda every, own: None)
     lacking = {**modules(), 2: SimpleNamespace()}
-    with pytest.raises(ProofError, match="letter 2 should share out rows, but the loaded model has no indexer there"):
+    with pytest.raises(ProofError, match=f"layer 2 should share out rows, but the loaded model has {NO_INDEXER}"):
         patch_indexers.share_rows(lacking.items(), pattern, two)
     local = modules()
     local[3].indexer.num_local_tokens = 4
-    with pytest.raises(ProofError, match="letter 3 always selects the first or last tokens, so it can't share out"):
+    with pytest.raises(ProofError, match="layer 3 always selects the first or last tokens, so it can't share out"):
         patch_indexers.share_rows(local.items(), pattern, two)
     foreign = modules()
     vars(foreign[0].indexer)[PREFILL] = print
-    with pytest.raises(ProofError, match="letter 0 selects by builtin_function_or_method, expected SGLang's own"):
+    with pytest.raises(ProofError, match="layer 0 selects by builtin_function_or_method, expected SGLang's own"):
         patch_indexers.read_back(foreign.items())
 
 

@@ -13,6 +13,7 @@ from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, OTHER_LENGTH
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec, spells_letters, split_name
 from sglang_indexcache.serving.request import PatternRequest
 from tests.conftest import save_model, tiny_config
@@ -62,8 +63,8 @@ def test_a_file_whose_name_is_all_letters_needs_its_folder(path: Path, monkeypat
     ("text", "message"),
     [
         ("", "Is a directory|No such file|not a regular file"),
-        ("SFFF", "begins with S"),
-        ("FFSFS", "pattern has 5 letters, model has 6 layers that select"),
+        ("SFFF", BEGINS_SHARED),
+        ("FFSFS", OTHER_LENGTH.format(5, 6)),
         ("uniform@half", "retention is 'half'"),
         ("uniform@2/3", "retentions of the form 1/n, found 2/3"),
         ("uniform", "^uniform: no such file, and not letters of a pattern; expected FILE"),
@@ -83,7 +84,7 @@ def test_a_pattern_of_another_model_or_on_a_locked_layer_is_refused(path: Path) 
     with pytest.raises(IndexCacheError, match="hidden_size is 48 in the file, 64 in other"):
         PatternSpec.read(str(path)).pattern(other)
     locked = describe(tiny_config(indexer_types=indexer_types(Pattern("FFSFFF"))), "locked")
-    with pytest.raises(IndexCacheError, match="F for layer 2, but the checkpoint has no indexer there"):
+    with pytest.raises(IndexCacheError, match=f"F for layer 2, but the checkpoint has {NO_INDEXER}"):
         PatternSpec.read("FSFSFS").pattern(locked)
     assert PatternSpec.read("uniform@1/2").pattern(locked) == Pattern("FFSSFS")
 

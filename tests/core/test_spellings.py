@@ -29,6 +29,7 @@ from sglang_indexcache.families.dsa.rules import (
     read,
 )
 from sglang_indexcache.io.errors import PatternError, SpellingError
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import PAGES
 from tests.core.test_pattern import ROLES
 from tests.override_spellings import V32
@@ -105,7 +106,7 @@ def test_glm_5_2_native_schedule() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"index_topk_pattern": "FSF"}, "3 letters, model has 4 layers that select"),
+        ({"index_topk_pattern": "FSF"}, OTHER_LENGTH.format(3, 4)),
         ({"index_topk_pattern": "FFsF"}, "'s' for layer 2"),
         ({"index_topk_pattern": 7}, "pattern is int"),
         ({"indexer_types": ["full", "half", "full", "full"]}, "'half' for layer 1"),

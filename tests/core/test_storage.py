@@ -12,6 +12,7 @@ import pytest
 from sglang_indexcache import Pattern, serving
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA
+from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.launch_judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
@@ -109,11 +110,9 @@ def test_servers_refuse_it_at_the_start_and_when_it_is_attached(
         serving._cache_keys(config, controller)
         assert config.model_name.startswith("m-indexcache-")
         return
-    with pytest.raises(
-        PreflightError, match="--hicache-storage-backend kept can't be combined with a pattern: in SGLang"
-    ):
+    with pytest.raises(PreflightError, match=f"--hicache-storage-backend kept {NOT_COMBINED}: in SGLang"):
         plan.check(arguments)
-    with pytest.raises(Exception, match="HiCache storage kept can't be combined with a pattern"):
+    with pytest.raises(Exception, match=f"HiCache storage kept {NOT_COMBINED}"):
         serving._cache_keys(config, controller)
     full: Any = Preflight(PatternRequest("here", Pattern("F" * 6)), source)
     full.check(arguments)  # its pages have all keys, and its name is in them where a backend looks at it
@@ -130,7 +129,7 @@ def test_a_launch_line_is_refused_as_the_server_is(
     path.write_text(path.read_text().replace("'kept'", "'hf3fs'", 1).replace("'prefixed'", "'nixl'", 1))
     line, folder = f"--device cpu --hicache-storage-backend {backend}", source.root.parent
     source, refused = SglangSource.at(folder), backend in ("hf3fs", "aibrix")
-    given = f"--hicache-storage-backend {backend} can't be combined with a pattern: "
+    given = f"--hicache-storage-backend {backend} {NOT_COMBINED}: "
     assert check_main(["FSSFSS", "--sglang", str(folder), "--server-args", line]) == refused
     said = capsys.readouterr().out
     assert (f"problem: {given}" in said) is refused

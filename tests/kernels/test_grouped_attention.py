@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, kv, table[:2]), {}, "expected blocks of 2 queries"),
         ((q, kv[:, :32], table), {}, r"kv is \[204, 32\]"),
         ((q, kv, table), {"v_dim": 32}, "out"),
-        ((q, kv, table.mT.contiguous().mT), {}, "stand together"),
+        ((q, kv, table.mT.contiguous().mT), {}, "are not contiguous"),
         ((q, kv, table), {"backend": "cpu"}, "backend is cpu"),
     ):
         with pytest.raises(KernelInputError, match=line):

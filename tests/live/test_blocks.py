@@ -18,6 +18,7 @@ from scripts.tools.inprocess import Served, call, generate, load_runner
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.blocks import patch_indexers
+from sglang_indexcache.io.messages import NOT_COMBINED, WOULD_RUN
 from tests.live.ending import _ended, launch, load
 from tests.live.reference import check_selections, load_reference
 
@@ -122,7 +123,7 @@ def test_a_server(
             "--enable-hisparse can't be combined with 2q4: layers that select for blocks of queries were never tried"
             " with it",
         ),
-        ("--enable-lmcache", "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
+        ("--enable-lmcache", f"--enable-lmcache {NOT_COMBINED}: its cache keys don't carry"),
     ],
 )
 def test_what_does_not_go_together(flag: str, line: str, tmp_path: Path) -> None:
@@ -144,9 +145,7 @@ def test_what_was_not_made_to_select_in_blocks_is_not_served(tmp_path: Path) -> 
     file = write_pattern(Pattern.parse("FFFFFF+2q4"), folder, tmp_path / "pattern.yaml")
     code, lines = call(without_blocks, folder, SGLANG_INDEXCACHE_PATTERN=file)
     assert code == 2
-    assert lines == [
-        "indexcache: the indexer of letter 2 would run as one that scores everything, the pattern says 2q4"
-    ]
+    assert lines == [f"indexcache: the indexer of layer 2 {WOULD_RUN} one that scores everything, the pattern says 2q4"]
 
 
 def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
@@ -155,4 +154,4 @@ def test_a_block_larger_than_the_selection(tmp_path: Path) -> None:
     file = write_pattern(Pattern.parse("FFFFFF+2q64"), folder, tmp_path / "pattern.yaml")
     code, lines = load(folder, SGLANG_INDEXCACHE_PATTERN=file)
     assert code == 2
-    assert lines == [f"indexcache: letter 2 selects for 64 queries at a time, expected at most index_topk ({topk})"]
+    assert lines == [f"indexcache: layer 2 selects for 64 queries at a time, expected at most index_topk ({topk})"]

@@ -29,6 +29,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies.greedy import greedy
 from sglang_indexcache import Pattern, PatternFile
+from sglang_indexcache.io.messages import BEGINS_SHARED, BUSY, OTHER_LENGTH
 from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from tests.live.calibrating import (
     CALIBRATE,
@@ -221,8 +222,8 @@ def test_the_trap_of_the_prefix_cache(server: Server, data: TokenSet, tmp_path: 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"pattern": "FFF"}, "pattern has 3 letters, model has 16 layers that select"),
-        ({"pattern": "S" + "F" * 15}, "begins with S"),
+        ({"pattern": "FFF"}, OTHER_LENGTH.format(3, 16)),
+        ({"pattern": "S" + "F" * 15}, BEGINS_SHARED),
         ({}, "pattern is NoneType, expected a string"),
     ],
 )
@@ -245,7 +246,7 @@ def test_a_busy_server_does_not_switch_and_is_waited_for(server: Server) -> None
             calibration.control("switch", Rank, pattern=PATTERNS[0].roles)
         except ServerBusyError as error:
             refused = str(error)
-    assert "busy: requests are running" in refused
+    assert f"busy: {BUSY}" in refused
     calibration.switch(PATTERNS[1])
     decoding.join()
     assert calibration.status().pattern == PATTERNS[1].roles

@@ -30,6 +30,7 @@ from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.override import to_sglang
+from sglang_indexcache.io.messages import RAN_INDEXER
 from sglang_indexcache.serving.counted import SHORT
 from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, Server, command, ended, running
 from tests.live.test_server import PLAIN, states
@@ -202,9 +203,9 @@ def test_structured_output_is_that_of_sglangs_own_switch(tmp_path: Path) -> None
 
 
 FAULTS = {
-    "verify": (DRAFTS, "letter 3 ran an indexer 0 times in a pass (target verify), expected 1"),
-    "verify-shared": (DRAFTS, "letter 4 ran an indexer 1 times in a pass (target verify), expected 0"),
-    "context": (CONTEXT, "letter 3 ran an indexer 0 times in a pass (extend), expected 1"),
+    "verify": (DRAFTS, f"layer 3 {RAN_INDEXER} 0 times in a pass (target verify), expected 1"),
+    "verify-shared": (DRAFTS, f"layer 4 {RAN_INDEXER} 1 times in a pass (target verify), expected 0"),
+    "context": (CONTEXT, f"layer 3 {RAN_INDEXER} 0 times in a pass (extend), expected 1"),
 }
 
 
@@ -230,7 +231,7 @@ def test_indexers_are_counted_again_after_an_update(
         if broken:
             with pytest.raises(OSError):
                 server.generate([prompts()[1]], ["one"], 2)
-            assert "indexcache: letter 3 ran an indexer 0 times in a pass (extend), expected 1" in log.read_text()
+            assert f"indexcache: layer 3 {RAN_INDEXER} 0 times in a pass (extend), expected 1" in log.read_text()
             return
         server.generate([[5, 6, 7]], ["short"], 2)
         assert counted(server) == [{"passes": {SHORT: 1, "decode": 1}, "to_come": ["extend"]}]

@@ -27,6 +27,7 @@ from scripts.tools.random_models import LAYERS, TOPK, VOCAB
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.messages import NOT_COMBINED, NOT_LOADED, OTHER_LENGTH
 from tests.live.ending import changed_source, launch, load
 from tests.live.reference import TOLERANCE, load_reference
 from tests.live.server import Server, command, ended, environment, running
@@ -193,12 +194,12 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
 @pytest.mark.parametrize(
     ("letters", "flags", "message"),
     [
-        ("FFSFSS", ("--enable-hisparse",), "--enable-hisparse can't be combined with a pattern: its buffer holds"),
-        ("FFSFSS", ("--enable-return-indexer-topk",), "--enable-return-indexer-topk can't be combined with a pattern"),
-        ("FFSFSS", ("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
-        ("FFSFSS", ("--attn-cp-size", "2", "--tp-size", "2"), "--attn-cp-size can't be combined with a pattern"),
-        ("FFSFSS", ("--dcp-size", "2", "--tp-size", "2"), "--dcp-size can't be combined with a pattern"),
-        ("FFSFSS", ("--enable-prefill-cp",), "--enable-prefill-cp can't be combined with a pattern"),
+        ("FFSFSS", ("--enable-hisparse",), f"--enable-hisparse {NOT_COMBINED}: its buffer holds"),
+        ("FFSFSS", ("--enable-return-indexer-topk",), f"--enable-return-indexer-topk {NOT_COMBINED}"),
+        ("FFSFSS", ("--enable-two-batch-overlap",), f"--enable-two-batch-overlap {NOT_COMBINED}"),
+        ("FFSFSS", ("--attn-cp-size", "2", "--tp-size", "2"), f"--attn-cp-size {NOT_COMBINED}"),
+        ("FFSFSS", ("--dcp-size", "2", "--tp-size", "2"), f"--dcp-size {NOT_COMBINED}"),
+        ("FFSFSS", ("--enable-prefill-cp",), f"--enable-prefill-cp {NOT_COMBINED}"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk": 8}'), "index_topk changes which layers choose"),
         ("FFSFSS", ("--json-model-override-args", '{"index_topk_freq": 4}'), "index_topk_freq is not read on"),
         (
@@ -206,7 +207,7 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
             ("--json-model-override-args", '{"compress_rates": {}}'),
             "compress_rates changes which layers choose",
         ),
-        ("FFSFS", (), "pattern has 5 letters, model has 6"),
+        ("FFSFS", (), OTHER_LENGTH.format(5, 6)),
     ],
 )
 def test_what_it_can_not_be_served_with(model: Path, letters: str, flags: tuple[str, ...], message: str) -> None:
@@ -224,8 +225,8 @@ def test_calibration_with_pipeline_stages(model: Path) -> None:
     ("broken", "message"),
     [
         ("forward", "the indexer of letter 3 runs another forward: function"),
-        ("index-weights", "letter 1 is F, but no weights were loaded into its indexer's wq_b.weight"),
-        ("index-bias", "letter 1 is F, but no weights were loaded into its indexer's compressor.ape"),
+        ("index-weights", f"letter 1 is F, but {NOT_LOADED} wq_b.weight"),
+        ("index-bias", f"letter 1 is F, but {NOT_LOADED} compressor.ape"),
     ],
 )
 def test_a_model_that_does_not_run_the_pattern(model: Path, broken: str, message: str) -> None:

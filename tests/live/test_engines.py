@@ -21,6 +21,7 @@ from scripts.tools import random_models
 from scripts.tools.inprocess import ARGUMENTS, call, load_runner
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import NO_INDEXER, NOT_LOADED
 from tests.live.ending import launch
 from tests.live.server import LAUNCHER, command, environment
 
@@ -208,12 +209,10 @@ def test_weights_that_are_updated(tmp_path: Path) -> None:
     same, lacking, torn, healed, tensor, again = call(updated, model, *folders, SGLANG_INDEXCACHE_PATTERN=file)
     assert same["success"] and same["proven"]
     assert not lacking["success"] and lacking["proven"]
-    assert lacking["message"].startswith(
-        "indexcache: pattern has F for layer 3, but the checkpoint has no indexer there"
-    )
+    assert lacking["message"].startswith(f"indexcache: pattern has F for layer 3, but the checkpoint has {NO_INDEXER}")
     assert not torn["success"] and not torn["proven"] and torn["since"].startswith("20")
-    assert "letter 3 is F, but no weights were loaded into its indexer's" in torn["message"]
-    assert "letter 3 is F" in torn["reason"]
+    assert f"layer 3 is F, but {NOT_LOADED}" in torn["message"]
+    assert "layer 3 is F" in torn["reason"]
     assert healed["success"] and healed["proven"] and "reason" not in healed
     assert not tensor["proven"] and "update_weights_from_tensor" in tensor["reason"]
     assert again["proven"] and len({item["largest"] for item in (same, lacking, torn, healed, tensor, again)}) == 1

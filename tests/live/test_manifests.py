@@ -24,6 +24,7 @@ from indexcache_search.engines.own_server import free_port
 from scripts.tools import random_models
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.http.client import KEY_VARIABLE
+from sglang_indexcache.io.messages import OTHER_LENGTH, WOULD_RUN
 from tests.live.server import START_TIMEOUT, Server, command, environment, kill_group, running, start
 from tests.manifests import IN_CONTAINER, PATTERN, written
 
@@ -117,7 +118,7 @@ OTHER = "{other}"
         ((str(PATTERN), "/etc/indexcache/glm.yaml"), {}, "/etc/indexcache/glm.yaml: No such file or directory"),
         (("@1/4", "@1/64"), {}, "retention 1/64 keeps 1 of 16 layers F, but the file has patterns with 2 to 16"),
         ((str(demo.MODEL), "/cache/glm"), {}, "/cache/glm: no such folder, and not a hub id like owner/name"),
-        ((str(demo.MODEL), OTHER), {}, "pattern has 16 letters, model has 6 layers that select"),
+        ((str(demo.MODEL), OTHER), {}, OTHER_LENGTH.format(16, 6)),
         (("", ""), {"SGLANG_PLUGINS": "other"}, "SGLANG_PLUGINS leaves the plugin out; expected indexcache in it"),
     ],
     ids=["no pattern file", "no such retention", "no model", "another model", "plugin left out"],
@@ -143,7 +144,7 @@ def test_an_image_without_the_plugin_ends_with_the_line_that_says_so(tmp_path: P
 def test_a_refusal_of_a_loaded_model_is_what_kubectl_describes(tmp_path: Path) -> None:
     """A scheduler says it, SGLang tells of the scheduler's end at length, and the main process says it again."""
     code, lines = ended(one_node(), tmp_path, DSA_CPU_BREAK="roles")
-    assert code == 2 and "indexcache: letter 1 would run as F, the pattern says S" in shown(lines[-3:]), lines[-20:]
+    assert code == 2 and f"indexcache: layer 1 {WOULD_RUN} F, the pattern says S" in shown(lines[-3:]), lines[-20:]
 
 
 # -- several nodes: minutes

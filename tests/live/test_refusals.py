@@ -23,6 +23,7 @@ from scripts.tools.pattern_files import pattern_file, write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, NOT_COMBINED, NOT_LOADED, OTHER_LENGTH, WOULD_RUN
 from sglang_indexcache.sglang import probes
 from tests.live.ending import changed_source, launch, load
 from tests.live.server import LAUNCHER, command, ended
@@ -66,7 +67,7 @@ def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
     ("old", "new", "message"),
     [
         ("pattern: FSSFSS", "pattern: FSSFSX", "pattern has 'X' for layer 5, expected F or S"),
-        ("pattern: FSSFSS", "pattern: SFSFSS", "begins with S, but layer 0 has no earlier layer"),
+        ("pattern: FSSFSS", "pattern: SFSFSS", f"{BEGINS_SHARED}, but layer 0 has no earlier layer"),
         ("pattern: FSSFSS", "pattern: FSSFS", "5 letters"),
         ("pattern: FSSFSS", "pattern: FSSFSS\nretentoin: 1", "retentoin"),
         ("pattern: FSSFSS", "pattern: FSSFSC+5c4", "C layers (candidates) are not supported since version 0.2.0"),
@@ -92,9 +93,9 @@ def test_a_file_that_is_not_there(model: Path) -> None:
         ),
         ((OVERRIDES, json.dumps({"indexer_types": indexer_types(Pattern("FSFFSS"))})), "indexer_types means FSFFSS"),
         ((OVERRIDES, '{"cli_factor": 2}'), "cli_factor is 2, which wins over any pattern"),
-        (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
-        (("--enable-lmcache",), "--enable-lmcache can't be combined with a pattern: its cache keys don't carry"),
-        (("--enable-flexkv",), "--enable-flexkv can't be combined with a pattern"),
+        (("--enable-two-batch-overlap",), f"--enable-two-batch-overlap {NOT_COMBINED}"),
+        (("--enable-lmcache",), f"--enable-lmcache {NOT_COMBINED}: its cache keys don't carry"),
+        (("--enable-flexkv",), f"--enable-flexkv {NOT_COMBINED}"),
         (("--enable-unified-cache-external-linker",), "--enable-unified-cache-external-linker can't be combined"),
     ],
 )
@@ -113,7 +114,7 @@ def test_another_length(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     longer = {**config, "num_hidden_layers": 7, "indexer_types": ["full"] * 7}
     pattern_file(Pattern("FSSFSSS"), longer).save(tmp_path / "p.yaml")
-    assert "pattern has 7 letters, model has 6 layers that select" in refused(model, str(tmp_path / "p.yaml"))
+    assert OTHER_LENGTH.format(7, 6) in refused(model, str(tmp_path / "p.yaml"))
 
 
 def test_another_config(model: Path, file: str, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_layers_without_indexer_weights(model: Path, file: str, tmp_path: Path) 
     weights = load_file(other / "model.safetensors")
     kept = {name: value for name, value in weights.items() if ".layers.3.self_attn.indexer." not in name}
     save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
-    assert refused(other, file) == "pattern has F for layer 3, but the checkpoint has no indexer there; expected S"
+    assert refused(other, file) == f"pattern has F for layer 3, but the checkpoint has {NO_INDEXER}; expected S"
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,8 @@ def test_models_that_take_no_pattern(
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("roles", "letter 1 would run as F, the pattern says S"),
-        ("weights", "letter 3 is F, but no weights were loaded into its indexer's wq_b.weight"),
+        ("roles", f"layer 1 {WOULD_RUN} F, the pattern says S"),
+        ("weights", f"layer 3 is F, but {NOT_LOADED} wq_b.weight"),
     ],
 )
 def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: str, message: str) -> None:
@@ -230,7 +231,7 @@ def test_flags_that_need_what_this_sglang_lacks(
 ) -> None:
     line = refused(model, file, *flags, **without(need, tmp_path))
     said = line.replace(" on this SGLang", "")  # the launcher judges storage itself
-    assert said.startswith(f"{flags[-2]} {flags[-1]} can't be combined with a pattern: needs {need.target}")
+    assert said.startswith(f"{flags[-2]} {flags[-1]} {NOT_COMBINED}: needs {need.target}")
 
 
 @pytest.mark.parametrize(
@@ -262,8 +263,8 @@ def hy_v4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("letters", "flags", "message"),
     [
-        ("FFFFFS", (), "F for layer 2, but the checkpoint has no indexer there"),
-        ("FFSFSS", ("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on hy_v4"),
+        ("FFFFFS", (), f"F for layer 2, but the checkpoint has {NO_INDEXER}"),
+        ("FFSFSS", ("--pp-size", "2"), f"--pp-size 2 {NOT_COMBINED} on hy_v4"),
         ("FFSFSS", (OVERRIDES, '{"index_topk_freq": 3}'), f"{OVERRIDES}: index_topk_freq means FFSSFS"),
     ],
 )

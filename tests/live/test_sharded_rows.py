@@ -15,6 +15,7 @@ from extras.dense.tests.live.selecting import passes, serve_a_branch
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import NOT_COMBINED
 from tests.live.ending import launch
 from tests.live.reference import load_reference
 from tests.live.server import LAUNCHER, command, ended, running
@@ -99,7 +100,7 @@ def test_no_pattern_and_many_requests_at_once(tmp_path: Path, short: dict[str, s
     [
         ((FLAG, "--enable-hisparse"), f"--enable-hisparse can't be combined with {FLAG}: they were never tried"),
         ((FLAG, "--indexcache-calibrate"), f"{FLAG} and --indexcache-calibrate are given, expected one of them"),
-        ((FLAG, "--enable-two-batch-overlap"), "--enable-two-batch-overlap can't be combined with a pattern"),
+        ((FLAG, "--enable-two-batch-overlap"), f"--enable-two-batch-overlap {NOT_COMBINED}"),
     ],
 )
 def test_what_it_can_not_be_served_with(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:

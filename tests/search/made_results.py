@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from indexcache_search.results.held_out import ComparisonResult, SearchResult
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 
 
@@ -134,7 +134,7 @@ def sample_metrics(content: dict[str, Any] | None = None) -> SearchResult:
 def priced_content(model_name: str = "tiny") -> dict[str, Any]:
     """The same with prices: greedy alone is any good; at 1/4 it loses 0.05 on text, 0.15 on answers."""
     content = sample_content(model_name)
-    prices = PriceTable.load("glm-5-tp8").at(131072)
+    prices = LatencyTable.load("glm-5-tp8").at(131072)
     content["held_out"]["prices"] = {"table": prices.table, "context": 131072, "words": prices.words}
     native = Pattern.full(8)
     for line in content["held_out"]["rows"]:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
-from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.lease import HeldLease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.endpoints import Endpoint
@@ -26,6 +26,7 @@ from sglang_indexcache.calibration import protocol
 from sglang_indexcache.families import describe
 from sglang_indexcache.http import client, served_table, servers
 from sglang_indexcache.http.client import NoAnswerError, ServerError, StatusError, ask
+from sglang_indexcache.io.messages import BUSY
 from tests.conftest import tiny_config
 
 ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -79,7 +80,7 @@ def ranks(**more: Any) -> dict[str, Any]:
     return {"ranks": [{**RANK, **more}]}
 
 
-class Held(Lease):
+class Held(HeldLease):
     """A lease that needs no server."""
 
     def __init__(self) -> None: ...
@@ -351,7 +352,7 @@ def test_a_proxy_that_refuses_says_nothing_of_the_key(
 @pytest.mark.parametrize("action", ["status", "baseline", "kl", "overlap"])
 def test_a_server_that_is_busy_is_lost_for_a_while(action: str, answering: Callable[..., None]) -> None:
     answering(b'{"error": "busy: requests are running"}', 409)
-    with pytest.raises(ServerLostError, match=r"http://host:1: .*requests are running"):
+    with pytest.raises(ServerLostError, match=rf"http://host:1: .*{BUSY}"):
         KINDS[action][1]()
 
 

@@ -19,6 +19,7 @@ from indexcache_search import Budget, RunSettings, apply, data, evaluate, search
 from indexcache_search.cli.evaluate import evaluate as compare
 from indexcache_search.cli.search import search as command
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import LAYERS, TOPK, VOCAB, save_model, tiny_config, tiny_model
 from tests.search.test_command_lines import invoke
 
@@ -139,7 +140,7 @@ def test_a_pattern_file_is_for_its_model(model_folder: Path, found: Path, tmp_pa
     other = AutoModelForCausalLM.from_pretrained(save_model(tiny_config(index_topk=2 * TOPK), tmp_path / "other"))
     with pytest.raises(IndexCacheError, match="index_topk"), apply(other, found / "pattern.yaml"):
         pass
-    with pytest.raises(IndexCacheError, match="2 letters, model has 6"), apply(model, "FS"):
+    with pytest.raises(IndexCacheError, match=OTHER_LENGTH.format(2, 6)), apply(model, "FS"):
         pass
 
 

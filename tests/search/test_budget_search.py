@@ -22,7 +22,7 @@ from indexcache_search.strategies.budget import search as budget_search
 from indexcache_search.strategies.budget.fit import BudgetFit, with_blocks
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.search import BudgetSearch
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.io.errors import PatternFileError
@@ -85,12 +85,12 @@ class Model:
 
 def search(model: Model, budget: float, most_full: int = 5) -> tuple[Pattern, Outcome]:
     """Search within so many milliseconds; return the pattern found, and the whole outcome."""
-    plan = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
-    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=plan)
+    time_goal = TimeGoal(share=budget / 52, prices=PRICES, queries=SIZES, most_full=most_full)
+    goal = Goal(native=model.native, full_layers={Fraction(1, 5): 1}, budget=time_goal)
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(BudgetSearch(), goal, judge)
-    assert outcome.plan is not None
-    return outcome.plan, outcome
+    assert outcome.within_budget is not None
+    return outcome.within_budget, outcome
 
 
 def test_what_is_found_takes_no_longer_and_is_nearly_always_the_best() -> None:
@@ -184,7 +184,7 @@ def tiny_settings(**change: Any) -> Settings:
         ({"prefill": Budget(0.1, 131072, "glm-5-tp8")}, "--prefill is 0.1, expected at least 0.2"),
         (
             {"prefill": Budget(0.5, 1000, "glm-5-tp8")},
-            "1000 tokens have no price in glm-5-tp8, expected 16384",
+            "1000 tokens are outside of the latency table glm-5-tp8, expected 16384",
         ),
         (
             {"prefill": Budget(0.5, 131072, "none")},
@@ -246,7 +246,7 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     arguments += ["--prefill", "0.4@65536:queries=4/8,prices=glm-5-tp8", "--decode", "0.99", "--retain", "1/3"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "64K: speed of a prompt of as many tokens, by the times of glm-5-tp8 (8 heads" in result.output
+    assert "64K: prefill speed for as many tokens, by the times of glm-5-tp8 (8 heads" in result.output
     assert "--prefill: reckoned as glm-5-tp8, which this model is not: 4 attention heads, not 8 a rank" in result.output
     for name in ("report.html", "README.md"):  # both name the GPU and SGLang of the times
         page = (tmp_path / "out" / name).read_text()
@@ -256,7 +256,7 @@ def test_a_search_from_the_command_line(model_folder: Path, token_file: Path, tm
     file = PatternFile.load(tmp_path / "out" / "pattern.yaml")
     assert file.search is not None and file.search.prefill is not None
     assert (file.search.prefill.share, file.search.prefill.context) == (0.4, 65536)
-    prices = PriceTable.load("glm-5-tp8").at(65536)
+    prices = LatencyTable.load("glm-5-tp8").at(65536)
     share = prices.prompt_share(file.as_pattern(), Pattern.full(6))
     assert share <= 0.4
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out"]["rows"]

@@ -20,7 +20,7 @@ from indexcache_search.engines import lease as leases
 from indexcache_search.engines import sglang
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
 from indexcache_search.engines.control_requests import Control
-from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.lease import HeldLease
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.evaluator import Evaluator
@@ -47,7 +47,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 
 def client(stub: Stub, seconds: float = 60.0) -> CalibrationServer:
     address = Address.of(stub.url)
-    return CalibrationServer(address, lease=Lease(Control(address), seconds))
+    return CalibrationServer(address, lease=HeldLease(Control(address), seconds))
 
 
 def right(pattern: Pattern, objective: Objective) -> list[float]:
@@ -135,13 +135,13 @@ SEARCH = """
 import sys, time
 from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.control_requests import Control
-from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.lease import HeldLease
 from sglang_indexcache.http.address import Address
 from sglang_indexcache import process
 def main():
     address = Address.of(sys.argv[1])
     process.let_work_end()
-    server = CalibrationServer(address, lease=Lease(Control(address), float(sys.argv[2])))
+    server = CalibrationServer(address, lease=HeldLease(Control(address), float(sys.argv[2])))
     server.hold()
     print("held", flush=True)
     time.sleep(60)

@@ -23,6 +23,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from tests.http_stub import Answering, HttpStub
 
@@ -149,7 +150,7 @@ def test_sequences_that_run_in_parts_give_the_same(
     ("more", "message"),
     [
         ([], "expected either --pattern or --endpoint"),
-        (["--pattern", "a=FFF"], "pattern has 3 letters, model has 6 layers that select"),
+        (["--pattern", "a=FFF"], OTHER_LENGTH.format(3, 6)),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
         (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),

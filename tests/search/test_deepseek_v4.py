@@ -27,6 +27,7 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
 from sglang_indexcache.io.errors import ModelConfigError, ProofError, SpellingError
+from sglang_indexcache.io.messages import NOT_COMBINED, NOT_LOADED, WOULD_RUN
 from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
@@ -283,12 +284,12 @@ def loaded_model(layers: Sequence[int] = V4_LAYERS) -> SimpleNamespace:
 
 
 def found_on(runner: SimpleNamespace, pattern: str) -> str | None:
-    return mismatch(Pattern(pattern), effective_roles(SERVED, runner.model), SERVED.begins_every_stage)
+    return mismatch(Pattern(pattern), effective_roles(SERVED, runner.model), SERVED.begins_every_stage, SERVED.place)
 
 
 def test_roles_are_written_and_read_back() -> None:
     runner = loaded_model()
-    assert found_on(runner, "FSSF") == "letter 1 would run as F, the pattern says S" and SERVED.configured(runner) == ""
+    assert found_on(runner, "FSSF") == f"letter 1 {WOULD_RUN} F, the pattern says S" and SERVED.configured(runner) == ""
     for roles in ("FSSF", "FFSS", "FFFF"):
         SERVED.loaded(runner, Pattern(roles))
         assert found_on(runner, roles) is None and SERVED.configured(runner) == roles
@@ -332,7 +333,7 @@ def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> Non
                 if key != name or module.layer_id in (4, 6):
                     parameter.data.zero_()
     SERVED.loaded(runner, Pattern("FSSF"))
-    assert found_on(runner, "FSSF") == f"letter 0 is F, but no weights were loaded into its indexer's {name}"
+    assert found_on(runner, "FSSF") == f"letter 0 is F, but {NOT_LOADED} {name}"
 
 
 def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def test_flags_that_can_not_be_combined_with_it(
     monkeypatch.setattr(check, "family_at", lambda _: DEEPSEEK_V4)
     arguments = SimpleNamespace(model_path="x", **{flag: value})
     if refused:
-        with pytest.raises(PreflightError, match=f"--{flag.replace('_', '-')} can't be combined with a pattern: "):
+        with pytest.raises(PreflightError, match=f"--{flag.replace('_', '-')} {NOT_COMBINED}: "):
             check.check(arguments)
     else:
         check.check(arguments)

@@ -15,6 +15,7 @@ from indexcache_search.evaluation.journal import Journal, recorded
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.records import Sealer
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import BEGINS_SHARED
 
 IDENTITY = {"model": "tiny", "calibration": "abc"}
 EVALUATION = Evaluation(
@@ -133,7 +134,7 @@ def test_every_changed_byte_is_damage(tmp_path: Path) -> None:
         ({"rows": [-1, 0]}, " is damaged"),
         ({"tokens": [0, 6]}, " is damaged"),
         ({"rows": [], "losses": [], "correct": [], "tokens": [], "layer_tokens": []}, " is damaged"),
-        ({"pattern": "SFF"}, ": pattern begins with S"),
+        ({"pattern": "SFF"}, f": {BEGINS_SHARED}"),
         ({"pattern": "FSC+2c4"}, ": indexer is '2c4', but C layers .candidates. are not supported since version 0.2.0"),
         ({"more": 1}, " is damaged"),
     ],

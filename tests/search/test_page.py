@@ -19,7 +19,7 @@ from indexcache_search.report.points import Frontier, Point, Speed, estimated, t
 from indexcache_search.report.search import render
 from indexcache_search.results.held_out import GainResult, HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import Kind
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 from tests.search.made_results import (
     priced_content,
@@ -72,7 +72,7 @@ def test_patterns_of_dense_models_with_the_same_letters_stay_apart() -> None:
 
 def test_estimates_at_all_contexts_are_those_of_the_table() -> None:
     found = frontier_of(priced_content())
-    table = PriceTable.load("glm-5-tp8")
+    table = LatencyTable.load("glm-5-tp8")
     assert found.contexts == CONTEXTS and found.speeds == "estimated" and "H100" in found.words
     error = found.largest_error
     assert error is not None and error == max(abs(one.expected_ms / one.measured_ms - 1) for one in table.checks)
@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_number_is_never_advised() -> None:
     assert chosen.point is not None and chosen.point.name == "b" and chosen.faster is None
     assert points.points[1].hardest in ("easy", "hard") and not points.points[1].finite
     page = section(points, spelt)
-    assert "a: its loss is no number" in page
+    assert "a: its loss is NaN or infinite" in page
 
 
 def test_an_unknown_error_does_not_settle_anything() -> None:
@@ -258,14 +258,14 @@ def test_measured_times_of_servers_become_speeds() -> None:
     assert found.points[0].speeds[8192] == Speed(1.0, 1.0, 1.0, 100.0)
     assert found.points[1].speeds == {8192: Speed(1.25, 1.1, 1.4, 80.0), 32768: Speed(2.0, 1.9, 2.2, 200.0)}
     page = section(found, spelt, "servers")
-    assert "Speeds were measured, by the time to the first token: two GPUs" in page and "estimate" not in page
+    assert "Speeds were measured, by TTFT, the time to the first token: two GPUs" in page and "estimate" not in page
     assert "2.00x, 200 ms" in page and "Serve it" not in page and "A letter for each layer" not in page
 
 
 def test_the_page_of_a_comparison_shows_measured_times() -> None:
     compared = sample_comparison().model_copy(update={"held_out": of_servers(), "speed": TIMES})
     page = result.render(compared)
-    assert "Speeds were measured, by the time to the first token: two GPUs" in page and "200 ms" in page
+    assert "Speeds were measured, by TTFT, the time to the first token: two GPUs" in page and "200 ms" in page
     assert "Speeds are estimates" not in page
 
 

@@ -17,7 +17,7 @@ from indexcache_search.evaluation.identity import Place
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.searching.settings import BLOCKS, Budget
 from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, column, priced, table_of
-from indexcache_search.strategies.budget.table import TABLES, PriceTable, known
+from indexcache_search.strategies.budget.table import TABLES, LatencyTable, known
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prices import of_all_kinds
 from sglang_indexcache import ModelLayers, Pattern
@@ -26,7 +26,7 @@ from sglang_indexcache.families import describe
 
 @pytest.mark.parametrize("name", known())
 def test_sums_of_a_table_are_whole_prompts_within_five_percent(name: str) -> None:
-    table = PriceTable.load(name)
+    table = LatencyTable.load(name)
     assert table.name == name and len(table.checks) >= 4
     for check in table.checks:
         pattern, prices = Pattern.parse(check.pattern), table.at(check.context)
@@ -38,7 +38,7 @@ def test_sums_of_a_table_are_whole_prompts_within_five_percent(name: str) -> Non
 
 @pytest.mark.parametrize("name", known())
 def test_larger_blocks_take_no_longer(name: str) -> None:
-    table = PriceTable.load(name)
+    table = LatencyTable.load(name)
     for context in table.contexts:
         prices = table.at(context)
         for rows in (prices.full, prices.shared):
@@ -50,13 +50,15 @@ def test_larger_blocks_take_no_longer(name: str) -> None:
 
 
 def test_contexts_between_the_measured_ones_follow_a_power_law() -> None:
-    table = PriceTable.load("glm-5-tp8")
+    table = LatencyTable.load("glm-5-tp8")
     low, middle, high = (table.at(context) for context in (65536, 92682, 131072))
     for queries in middle.full:
         assert middle.full[queries] == pytest.approx((low.full[queries] * high.full[queries]) ** 0.5, rel=1e-4)
     assert low.rest <= middle.rest <= high.rest
     for context in (16383, 131073):
-        with pytest.raises(SearchError, match=f"{context} tokens have no price in glm-5-tp8, expected 16384 to 131072"):
+        with pytest.raises(
+            SearchError, match=f"{context} tokens are outside of the latency table glm-5-tp8, expected 16384 to 131072"
+        ):
             table.at(context)
 
 
@@ -111,7 +113,7 @@ def test_the_demo_stands_in_for_models_of_a_table() -> None:
     """Also as a copy, and with other numbers in its name: it is known by its config.json."""
     model = describe_model(str(demo.MODEL))
     prices = column(replace(model, name="a copy"), ignored)
-    assert prices is not None and prices.table == demo.PRICED_AS
+    assert prices is not None and prices.table == demo.TIMED_AS
     assert "which this model is not (4 attention heads, not 8 a rank, index_n_heads 8, not 32" in prices.words
     table = table_of(model)
     assert table is not None and priced(model, table, 16384).unlike == prices.unlike
@@ -162,10 +164,10 @@ def test_what_is_no_table_is_refused(change: dict[str, Any], message: str, tmp_p
     content = json.loads((TABLES / "glm-5-tp8.json").read_text())
     file = tmp_path / "own.json"
     file.write_text(json.dumps(content))
-    assert PriceTable.load(str(file)) == PriceTable.load("glm-5-tp8")
+    assert LatencyTable.load(str(file)) == LatencyTable.load("glm-5-tp8")
     file.write_text(json.dumps(content | change))
     with pytest.raises(SearchError, match=message) as error:
-        PriceTable.load(str(file))
+        LatencyTable.load(str(file))
     assert "\n" not in str(error.value)
 
 
@@ -181,7 +183,7 @@ def test_what_is_no_table_is_refused(change: dict[str, Any], message: str, tmp_p
 def test_what_a_file_holds_instead_of_a_table_is_said(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(SearchError, match=f"^prices: {tmp_path}/x.json: {message}"):
-        PriceTable.load(str(tmp_path / "x.json"))
+        LatencyTable.load(str(tmp_path / "x.json"))
 
 
 def test_layers_of_all_kinds_and_their_times(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_model_of_the_hub_is_the_base_model() -> None:
     content["held_out"]["prices"] = {"table": "glm-5-tp8", "context": 131072, "words": "eight H100"}
     content["held_out"]["rows"][1]["prefill"] = 0.5
     card = model_card.render(sample_metrics(content), "zai-org/GLM-5-FP8")
-    assert "128K: speed of a prompt of as many tokens, by the times of eight H100.\n" in card and "| 2.00x |" in card
+    assert "128K: prefill speed for as many tokens, by the times of eight H100.\n" in card and "| 2.00x |" in card
 
 
 def test_a_pattern_found_for_a_time_is_told_apart() -> None:

@@ -126,7 +126,7 @@ def test_a_terminal_of_any_width_shows_all_columns(width: int, parts: int, price
     assert [word for word in words if word not in ("pattern", "kept")] == shown
     assert all("…" not in line for line in lines)
     assert any("2.70x" in line for line in lines) == priced
-    said = "128K: speed of a prompt of as many tokens, by the times of a GPU" if priced else ""
+    said = "128K: prefill speed for as many tokens, by the times of a GPU" if priced else ""
     assert tables.speed_line(result.held_out) == said and said in render(result)
     named = [row for row in result.held_out.rows if row.kind != "phase"]
     assert sum("[/b] and 10 more" in line for line in lines) == len(found) * len(named)

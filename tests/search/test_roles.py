@@ -13,6 +13,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
 
 SEQ_LEN = 40
@@ -122,7 +123,7 @@ def test_a_layer_without_indexer_cannot_be_full() -> None:
     model = tiny_model(tiny_config(indexer_types=indexer_types(Pattern("FFSFSF"))))
     with pytest.raises(PatternError, match="F for layer 2"), apply_roles(model, Pattern.full(LAYERS)):
         pass
-    with pytest.raises(PatternError, match="5 letters, model has 6"), apply_roles(model, Pattern("FFSFS")):
+    with pytest.raises(PatternError, match=OTHER_LENGTH.format(5, 6)), apply_roles(model, Pattern("FFSFS")):
         pass
 
 

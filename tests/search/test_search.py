@@ -25,6 +25,7 @@ from indexcache_search.strategies.greedy import count_evaluations
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.override import indexer_types
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from tests.conftest import LAYERS, tiny_config, tiny_model
 from tests.forked import forked, killed_at
 
@@ -360,9 +361,7 @@ def test_weights_that_change_under_a_search(
 
     monkeypatch.setattr(TransformersEngine, "_hidden", change)
     result = run(*arguments(folder, token_file, output))
-    assert result.exit_code == 2 and "model.safetensors: changed since the model was read" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == 2 and f"model.safetensors: {MODEL_CHANGED}" in " ".join(result.output.split())
     assert not (output / "pattern.yaml").exists() and not (output / "metrics.json").exists()
     result = run(*arguments(folder, token_file, output))
     assert result.exit_code == 2 and "weights_sha256" in result.output

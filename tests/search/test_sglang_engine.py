@@ -24,6 +24,7 @@ from indexcache_search.searching.run import prices_of
 from indexcache_search.strategies.base import Goal
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.families import describe
+from sglang_indexcache.io.messages import BUSY
 from tests.conftest import LAYERS
 from tests.search.calibration_stub import (
     DATA,
@@ -226,7 +227,7 @@ def test_when_all_stay_away_it_says_so(stubs: list[Stub]) -> None:
 
 
 def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = (409, {"error": "busy: requests are running"})
+    busy = (409, {"error": f"busy: {BUSY}"})
     answers = iter([busy, busy])
     stubs[0].fail = lambda path: next(answers, None) if path == "/indexcache/switch" else None
     live = engine(stubs[0])
@@ -234,7 +235,7 @@ def test_a_busy_server_is_waited_for(stubs: list[Stub], monkeypatch: pytest.Monk
     live.close()
     monkeypatch.setattr(calibration_server, "BUSY_SECONDS", 0.1)
     stubs[0].fail = lambda path: busy if path == "/indexcache/switch" else None
-    with pytest.raises(calibration_server.ServerLostError, match="busy: requests are running"):
+    with pytest.raises(calibration_server.ServerLostError, match=f"busy: {BUSY}"):
         CalibrationServer(stubs[0].url).switch(PATTERNS[0])
 
 

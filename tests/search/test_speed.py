@@ -22,7 +22,7 @@ from indexcache_search.eval.speed.servers import check
 from indexcache_search.eval.speed.turns import Load, Prompts, Timed, interval, measured
 from indexcache_search.results.held_out import SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 from sglang_indexcache.http.address import Address
@@ -215,7 +215,7 @@ GLM_5 = describe({"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers"
 
 
 def test_an_estimate_is_the_sum_of_the_layers_in_the_table() -> None:
-    table = PriceTable.load("glm-5-tp8")
+    table = LatencyTable.load("glm-5-tp8")
     lines = [Variant.baseline(Pattern("FFFF")), Variant(NAMED, "a", None, Pattern("FSSS"))]
     native, row = estimated(lines, prices_at(GLM_5, [131072], None))
     rest, full, shared = (
@@ -235,9 +235,11 @@ def test_what_has_no_price_has_no_estimate() -> None:
     assert [row.name for row in estimated(lines, [prices])] == ["baseline", "a"]
     without = replace(prices, full={1: prices.full[1]})
     assert [row.name for row in estimated(lines, [without])] == ["baseline"]
-    with pytest.raises(SearchError, match="no prices are known for DeepseekV4ForCausalLM, expected prices="):
+    with pytest.raises(SearchError, match="no latency table is known for DeepseekV4ForCausalLM, expected prices="):
         prices_at(replace(GLM_5, architecture="DeepseekV4ForCausalLM"), [16384], None)
-    with pytest.raises(SearchError, match="8192 tokens have no price in glm-5-tp8, expected 16384 to 131072"):
+    with pytest.raises(
+        SearchError, match="8192 tokens are outside of the latency table glm-5-tp8, expected 16384 to 131072"
+    ):
         prices_at(GLM_5, [8192], None)
 
 
@@ -326,7 +328,7 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
     assert {row.source for row in rows} == {"estimated"} and all("deepseek-v3.2-tp8" in row.basis for row in rows)
     assert "Speed beside loss: estimated; times of 6 layers of deepseek-v3.2-tp8" in result.stdout
     assert "--speed: reckoned as deepseek-v3.2-tp8, which this model is not: 4 attention heads" in result.stderr
-    assert "128K: speed of a prompt of as many tokens, by the times of deepseek-v3.2-tp8" in result.stdout
+    assert "128K: prefill speed for as many tokens, by the times of deepseek-v3.2-tp8" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -340,7 +342,10 @@ def test_the_speed_of_patterns_is_estimated_and_says_so(model_folder: Path, toke
         (["--speed", "7"], "found 7, expected 64"),
         (["--speed", "long"], "found 'long', expected a whole number"),
         (["--speed", "32768:turns=4"], "turns: found 4, expected 5 to 1000"),
-        (["--speed", "8192:prices=glm-5-tp8"], "8192 tokens have no price in glm-5-tp8, expected 16384 to 131072"),
+        (
+            ["--speed", "8192:prices=glm-5-tp8"],
+            "8192 tokens are outside of the latency table glm-5-tp8, expected 16384 to 131072",
+        ),
         (["--speed", "32768:prices=nowhere"], "prices: nowhere"),
         (["--speed", "32768"], "the times of glm-5-tp8 (8 heads a rank, 32 index heads, index_topk 2048, bfloat16"),
     ],

@@ -52,9 +52,9 @@ def test_one_sequence_says_nothing() -> None:
 
 def test_a_loss_that_is_no_number_is_not_a_lack_of_sequences() -> None:
     for broken in (rise(math.nan, math.nan), rise(math.inf, math.nan), rise(-math.inf, None)):
-        assert found(line("a", broken)) == ["a: the loss is no number on s0"]
+        assert found(line("a", broken)) == ["a: the loss is NaN or infinite on s0"]
         [both] = found(line("a", broken, rise(0.0, 0.01)))
-        assert both.startswith("a: the loss is no number on s0; elsewhere not shown to be worse: ")
+        assert both.startswith("a: the loss is NaN or infinite on s0; elsewhere not shown to be worse: ")
 
 
 def test_two_sequences_say_little() -> None:
@@ -87,7 +87,7 @@ def test_the_gate_looks_at_what_a_line_is_and_not_at_its_name(name: str) -> None
     [said] = beyond([*others, line(name, rise(3.0))], 2.5)
     assert said.startswith(f"{name}: worse on s0 (+3.0000, +2.79")
     assert beyond(others, 100.0) == ["nothing was compared"]
-    assert beyond([line("x", rise(math.nan))], 100.0) == ["x: the loss is no number on s0"]
+    assert beyond([line("x", rise(math.nan))], 100.0) == ["x: the loss is NaN or infinite on s0"]
 
 
 def test_what_is_not_shown_does_not_pass() -> None:

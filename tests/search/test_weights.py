@@ -21,6 +21,7 @@ from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.checkpoint.checkpoint import weights_digest
 from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import FileError, ModelConfigError
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from tests.conftest import LAYERS, random_tokens, save_model, tiny_config, tiny_dense_config, tiny_v4_config
 
 PROJECTION = "model.layers.2.self_attn.o_proj.weight"
@@ -278,7 +279,7 @@ def test_weights_that_change_under_a_run(folder: Path) -> None:
     before = losses(engine)
     replace_in_place(path, larger(load_file(path)))
     assert losses(engine) == before
-    with pytest.raises(ModelConfigError, match=r"model\.safetensors: changed since the model was read; expected the"):
+    with pytest.raises(ModelConfigError, match=rf"model\.safetensors: {MODEL_CHANGED}; expected the"):
         engine.check_unchanged()
     assert losses(load(folder)) != before
     path.unlink()

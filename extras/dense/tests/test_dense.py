@@ -104,7 +104,7 @@ def test_which_overrides_sglang_gets() -> None:
     assert DENSE_GQA.sglang.to_overrides({"rope_scaling": None}, pattern) == {"rope_scaling": None}
     with pytest.raises(SpellingError, match="num_hidden_layers changes which layers there are"):
         DENSE_GQA.sglang.to_overrides({"num_hidden_layers": 4}, pattern)
-    with pytest.raises(SpellingError, match="letter 3 is F, which is not served with score token_max"):
+    with pytest.raises(SpellingError, match="layer 3 is F, which is not served with score token_max"):
         DENSE_GQA.sglang.to_overrides({}, Pattern("DSSFSS", PAGES))
 
 
@@ -126,7 +126,7 @@ def test_check_shows_the_selection(dense_folder: Path, tmp_path: Path, capsys: p
     assert check([str(tmp_path / "f.yaml"), "--model", str(dense_folder)]) == 1
     text = capsys.readouterr().out
     assert "1 of 6 layers D and 2 F, fingerprint " in text
-    assert "problem: letter 1 is F, which is not served with score token_max; expected compressed_keys" in text
+    assert "problem: layer 1 is F, which is not served with score token_max; expected compressed_keys" in text
     assert check([str(path), "--model", str(dense_folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["selection"]["pages"] == 4
 

@@ -101,7 +101,7 @@ def test_kept_tokens_do_not_depend_on_the_choice() -> None:
 
 def test_a_layer_that_was_told_nothing(case: Case) -> None:
     backend = flashinfer_backend(case, FEW)
-    with pytest.raises(ProofError, match="layer 7 was told no role"):
+    with pytest.raises(ProofError, match="no role was set for layer 7"):
         backend.forward_decode(None, None, None, SimpleNamespace(layer_id=7), None)
 
 

@@ -75,8 +75,8 @@ def search(model: Model, share: float) -> tuple[Pattern, Outcome]:
     goal = Goal(native=model.native, full_layers={Fraction(1, 3): 2}, budget=PageGoal(share=share, bytes=BYTES))
     judge = judge_of(TableEngine(model.loss), token_set(16), race=True)
     outcome, _ = found_by(PageSearch(), goal, judge)
-    assert outcome.plan is not None
-    return outcome.plan, outcome
+    assert outcome.within_budget is not None
+    return outcome.within_budget, outcome
 
 
 def test_what_is_found_reads_no_more_and_is_nearly_always_the_best() -> None:

@@ -22,6 +22,7 @@ from indexcache_dense.selection import Selection
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import BEGINS_SHARED, OTHER_LENGTH
 
 LAYERS, LENGTH, PROMPT, VOCAB = 6, 70, 20, 96
 FEW = Selection(page_tokens=4, pages=6, recent_pages=2, sink_pages=0, score="token_max")
@@ -203,8 +204,8 @@ def test_observers_see_what_every_layer_chose_or_was_given() -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ("DSS", "pattern has 3 letters, model has 6 layers"),
-        ("SSSDSS", "pattern begins with S, but layer 0 has no earlier layer to share from; expected D"),
+        ("DSS", OTHER_LENGTH.format(3, 6)),
+        ("SSSDSS", f"{BEGINS_SHARED}, but layer 0 has no earlier layer to share from; expected D"),
     ],
 )
 def test_roles_that_do_not_fit(roles: str, message: str) -> None:

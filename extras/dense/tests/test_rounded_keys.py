@@ -27,7 +27,7 @@ FEW = PageBudget(page_tokens=16, pages=4, recent_pages=1)
 
 
 def nothing(k: Tensor) -> RoundedKeys:
-    """Room whose contents would be seen: codes of 15, ranges that are no numbers."""
+    """Room whose contents would be seen: codes of 15, ranges of NaN."""
     empty = RoundedKeys.allocate(k)
     empty.codes.fill_(255)
     empty.ranges.fill_(torch.nan)

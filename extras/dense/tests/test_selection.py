@@ -14,6 +14,7 @@ from indexcache_dense.selection import DEFAULT, Selection
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.io.errors import PatternError, PatternFileError
+from sglang_indexcache.io.messages import BEGINS_SHARED
 from sglang_indexcache.pattern import uniform_pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
@@ -39,7 +40,7 @@ def test_letters_sources_and_flips() -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ("SDD", "pattern begins with S, but layer 0 has no earlier layer to share from; expected D"),
+        ("SDD", f"{BEGINS_SHARED}, but layer 0 has no earlier layer to share from; expected D"),
         ("DXS", "pattern has 'X' for layer 1, expected D, F or S"),
         ("", "pattern is empty, expected one letter D, F or S for each layer"),
     ],
@@ -105,7 +106,7 @@ def test_a_file_says_the_selection_in_full() -> None:
         ("pages: 64", "pages: 8", r"selection: pages is 8, expected more than recent_pages \(8\)"),
         ("pages: 64", "pages: 64.0", "selection.pages: found 64.0, expected: "),
         ("token_max", "best", "selection.score: found 'best', expected: 'token_max'"),
-        ("pattern: DSSDSS", "pattern: SSSDSS", "pattern: pattern begins with S"),
+        ("pattern: DSSDSS", "pattern: SSSDSS", f"pattern: {BEGINS_SHARED}"),
         ("pattern: DSSDSS", "pattern: FSSFSS", "retention: found .*, but pattern keeps 0.0000 of its layers"),
     ],
 )

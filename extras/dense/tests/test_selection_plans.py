@@ -120,7 +120,7 @@ def test_what_servers_take_of_it() -> None:
         for selection in (compressed, rounded):
             assert served.to_overrides({}, Pattern("DFS", replace(selection, steps=ReusePolicy.parse(steps)))) == {}
     for roles, selection, message in (
-        ("DFS", plain, "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
+        ("DFS", plain, "layer 1 is F, which is not served with score token_max; expected compressed_keys"),
         (
             "DSS",
             replace(plain, heads="key"),

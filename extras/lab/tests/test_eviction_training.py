@@ -22,6 +22,7 @@ from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from sglang_indexcache import PatternFile
 from sglang_indexcache.checkpoint.checkpoint import weights_digest
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import LAYERS, VOCAB, random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -188,7 +189,7 @@ def test_losses_that_are_no_numbers_end_it(
     [
         (["--pattern", "FSFSFS"], "--pattern is FSFSFS, expected D and F"),
         (["--pattern", "DDDDDD"], "--pattern is DDDDDD, expected D and F"),
-        (["--pattern", "FFF"], "pattern has 3 letters, model has 6 layers"),
+        (["--pattern", "FFF"], OTHER_LENGTH.format(3, 6)),
         (["--steps", 0], "--steps is 0, expected at least one step"),
         (["--loss", "own"], "No such option: --loss"),
         (["--warmup-steps", 3], "No such option: --warmup-steps"),

@@ -21,6 +21,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import today
 from indexcache_search.evaluation.journal import Journal
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import (
     LAYERS,
     PAGES,
@@ -182,7 +183,7 @@ def test_the_command_counts_predicts_and_resumes(
         (["--server", "kv_dtype=int4"], "kv_dtype: found 'int4', expected one of bfloat16, fp8_e4m3"),
         (["--decode-steps", "30"], "--decode-steps is 30, expected at most 24"),
         (["--seq-len", "9"], "--decode-steps is 8, expected at most 1"),
-        (["--pattern", "FS"], "pattern has 2 letters, model has 6"),
+        (["--pattern", "FS"], OTHER_LENGTH.format(2, 6)),
         (["--pattern", "DSSSSS"], "the model's own indexers choose; expected F and S alone"),
     ],
 )

@@ -25,6 +25,7 @@ from indexcache_lab.offload.lru_buffer import LruBuffer
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.errors import PatternError
+from sglang_indexcache.io.messages import OTHER_LENGTH
 
 PLAN = Selection(page_tokens=16, pages=5, recent_pages=2, sink_pages=1, score="compressed_keys", buffer_pages=7)
 LARGE_PAGES = replace(PLAN, page_tokens=32, pages=4, sink_pages=0, buffer_pages=5)
@@ -218,7 +219,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 1, 224, graph=True)
     with pytest.raises(SearchError, match="prefill is 'full', expected dense or sparse"):
         OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 1, 224, prefill="full")  # type: ignore[arg-type]
-    with pytest.raises(PatternError, match="pattern has 3 letters, model has 6 layers"):
+    with pytest.raises(PatternError, match=OTHER_LENGTH.format(3, 6)):
         OffloadedDecoder(model, Pattern("FFF", PLAN), 1, 224)
     decoder = OffloadedDecoder(model, Pattern("FFFFFF", PLAN), 2, 112)
     with pytest.raises(SearchError, match="a prompt has 80 tokens, expected more than 80 and fewer than 112"):

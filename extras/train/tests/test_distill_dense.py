@@ -23,6 +23,7 @@ from indexcache_train.distill.dense_mla import DenseStart
 from indexcache_train.distill.settings import DistillSettings, IndexerSize
 from sglang_indexcache import Pattern
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from sglang_indexcache.pattern_file.file import PatternFile
 from tests.conftest import LAYERS, MLA, TOPK, VOCAB, save_model, tiny_mla_config
 from tests.forked import forked, killed_at
@@ -285,7 +286,7 @@ def test_a_model_that_changes_while_it_is_converted(
 
     monkeypatch.setattr(run, "convert", change)
     code, text = distill(model, training, tmp_path / "out", **SIZE)
-    assert code == 2 and "model.safetensors: changed since the model was read" in " ".join(text.split())
+    assert code == 2 and f"model.safetensors: {MODEL_CHANGED}" in " ".join(text.split())
     assert not (tmp_path / "out" / "work" / "converted").exists()
 
 

@@ -17,6 +17,7 @@ from indexcache_train.distill.settings import DistillSettings
 from indexcache_train.distill.task import StageTask
 from indexcache_train.training.processes import joined
 from sglang_indexcache import Pattern
+from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, OTHER_LENGTH
 from tests.conftest import save_model, tiny_config, tiny_model, tiny_v4_config
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
@@ -54,8 +55,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "FSS"}, "pattern has 3 letters, model has 6 layers that select"),
-        ({"pattern": "SFFFFF"}, "pattern begins with S"),
+        ({"pattern": "FSS"}, OTHER_LENGTH.format(3, 6)),
+        ({"pattern": "SFFFFF"}, BEGINS_SHARED),
         ({"pattern": "uniform@2/3"}, "uniform needs retentions of the form 1/n, found 2/3"),
         ({"pattern": "missing.yaml"}, "missing.yaml"),
         ({"training": "missing.jsonl"}, "missing.jsonl: no such file"),
@@ -79,7 +80,7 @@ def test_missing_indexers_are_refused(training: Path, tmp_path: Path) -> None:
     types = ["full", "shared", "full", "shared", "shared", "full"]
     model = save_model(tiny_config(indexer_types=types), tmp_path / "model")
     code, text = distill(model, training, tmp_path / "out", pattern="FFSFSS")
-    assert code == 2 and "pattern has F for layer 1, 3, but the checkpoint has no indexer there" in text
+    assert code == 2 and f"pattern has F for layer 1, 3, but the checkpoint has {NO_INDEXER}" in text
 
 
 def test_quantised_weights_are_refused(model_folder: Path, training: Path, tmp_path: Path) -> None:

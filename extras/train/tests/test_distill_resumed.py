@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from extras.train.tests.distilling import PATTERN, arguments, distill, records
 from indexcache_train.training.loop import Loop
+from sglang_indexcache.io.messages import MODEL_CHANGED
 from sglang_indexcache.pattern_file.file import PatternFile
 from tests.forked import forked, killed_at
 
@@ -111,7 +112,7 @@ def test_a_base_that_changes_while_it_is_trained(
 
     monkeypatch.setattr(Loop, "train", change)
     code, text = distill(base, training, tmp_path / "out")
-    assert code == 2 and f"{name}: changed since the model was read" in " ".join(text.split())
+    assert code == 2 and f"{name}: {MODEL_CHANGED}" in " ".join(text.split())
     assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "metrics.json").exists()
 
 

@@ -34,9 +34,9 @@ def grouped_attention(
     other part is added in one kernel, which puts both together by their denominators.
 
     Args:
-        q: `[B x queries, H, D]`, contiguous: absorbed queries, float32 or bfloat16. Queries of a block stand together.
+        q: `[B x queries, H, D]`, contiguous: absorbed queries, float32 or bfloat16. Queries of a block are neighbours.
         kv: `[N, D]`, contiguous, in the dtype of `q`: keys, of which the first `v_dim` dimensions are the values.
-        table: `[B x queries, K]`, int32: rows of `kv`, -1 for none; columns stand together.
+        table: `[B x queries, K]`, int32: rows of `kv`, -1 for none; contiguous in its columns.
         queries: number of queries of a block, K at most.
         scale: what products are multiplied by.
         v_dim: dimensions of a value.
@@ -63,7 +63,7 @@ def grouped_attention(
             f"kv is {list(kv.shape)} and out {list(out.shape)}, expected [N, {dim}] and [{rows}, {heads}, v_dim]"
         )
     if not all(item.is_contiguous() for item in (q, kv, out)) or table.stride(1) != 1:
-        raise KernelInputError("q, kv, out or the columns of table don't stand together in memory")
+        raise KernelInputError("q, kv, out or the columns of table are not contiguous")
     expect_one_device(q, kv, table, out)
     if not rows or not v_dim:
         return out

@@ -54,7 +54,7 @@ def _add_own_kernel(
         found = tl.load(
             shared_ptr + block * shared_stride + row[:, None] * V_DIM + dim[None, :], mask=live[:, None], other=0.0
         ).to(tl.float32)
-        found = tl.where(rest[:, None] > 0.0, found * rest[:, None], 0.0)  # what nobody selected may be no number
+        found = tl.where(rest[:, None] > 0.0, found * rest[:, None], 0.0)  # what nobody selected may be NaN
         found = tl.dot(weight.to(values.dtype), values, found, input_precision=PRECISION)
         out_ptrs = out_ptr + at[:, None] * V_DIM + dim[None, :]
         tl.store(out_ptrs, found.to(out_ptr.dtype.element_ty), mask=live[:, None])

@@ -55,7 +55,7 @@ def mean_queries(
     _expect_rows(first=first, sizes=sizes)
     expect_one_device(q, gates, first, sizes)
     if not (q.is_contiguous() and gates.is_contiguous()):
-        raise KernelInputError("q or gates don't stand together in memory")
+        raise KernelInputError("q or gates are not contiguous")
     if runs_triton(backend, q):
         from indexcache_kernels.prompt_blocks.triton import mean_queries as run
 
@@ -67,7 +67,7 @@ def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor, 
     """Move the keys with the lowest scores to the end of each row, and keep the others in their order.
 
     Args:
-        scores: `[R, N]`, float32, columns stand together.
+        scores: `[R, N]`, float32, contiguous in its columns.
         chosen: `[R, K]`, int32: keys, `starts` less than their columns in `scores`; -1 for none, which are the lowest.
         starts: `[R]`, int32.
         counts: `[R]`, int32: how many keys of each row are moved.
@@ -122,7 +122,7 @@ def expand_blocks(
     if space.pages is not None and not space.pages.numel() and chosen.numel():
         raise KernelInputError(f"pages is {list(space.pages.shape)}, expected a page for each request")
     if not result.is_contiguous():
-        raise KernelInputError("result does not stand together in memory")
+        raise KernelInputError("result is not contiguous")
     expect_one_device(chosen, first, sizes, begins, result, space.offsets, space.pages, space.requests)
     if runs_triton(backend, result):
         from indexcache_kernels.prompt_blocks.triton import expand_blocks as run

@@ -237,7 +237,7 @@ def rehearse(options: argparse.Namespace) -> None:
     """Run the whole chain in small, so that what fails does so before the dense training.
 
     Raises:
-        SystemExit: if a part of it fails, or a row is missing or is not a number.
+        SystemExit: if a part of it fails, or a row is missing, or its loss is not finite.
     """
     folder = options.output / "rehearsal"
     if (folder / "passed").exists():

@@ -128,8 +128,8 @@ def run(case: Case, settings: Settings) -> Run:
             search = Search(engine, calibration, settings.strategy, settings.goal(engine.model), matrices.measured)
             found, seconds = timed(search.find)
             patterns = {Fraction(1): engine.model.native, **found.patterns}
-            if found.plan is not None and settings.prefill is not None:
-                patterns[_column(settings.prefill)] = found.plan
+            if found.within_budget is not None and settings.prefill is not None:
+                patterns[_column(settings.prefill)] = found.within_budget
             judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
             held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
     found_patterns = {kept: pattern for kept, pattern in patterns.items() if kept != 1}
@@ -137,7 +137,7 @@ def run(case: Case, settings: Settings) -> Run:
 
 
 def _column(budget: Budget) -> Fraction:
-    """Return the column of a plan: its time, which is no retention of the patterns beside it."""
+    """Return the column of the pattern within a budget: its time, which is no retention of the patterns beside it."""
     return Fraction(str(budget.share))
 
 

@@ -74,7 +74,7 @@ def run(condition: str, options: argparse.Namespace, model: Path, engine: dict[s
     arguments = ["--child", "--model", str(model), "--cells", options.cells, "--repeats", str(options.repeats)]
     arguments += ["--engine", json.dumps(engine), *more, *(["--one-layer"] if options.one_layer else [])]
     found, _ = child.result_of(child.start("scripts.bench.serving.delta", arguments, pattern))
-    if bool(pattern) != found.get("backend", "").startswith("Choosing"):
+    if bool(pattern) != found.get("backend", "").startswith("PageSelecting"):
         raise SystemExit(f"{condition}: ran {found['backend']}; patterns need the plugin installed")
     return found
 

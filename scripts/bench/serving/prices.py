@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from scripts.bench.serving.layer_times import cumulated
 from scripts.bench.serving.prefill import PLAIN, Engine, split
 from sglang_indexcache import Pattern
@@ -147,7 +147,7 @@ def table(
         },
         "checks": [],
     }
-    prices = PriceTable.model_validate(content)
+    prices = LatencyTable.model_validate(content)
     for name, letters in map(split, options.checks):
         for length in lengths:
             measured = statistics.median(whole[name][length]["prefill_ms"])

@@ -187,7 +187,7 @@ def evaluate(
             SpeedChoice,
             "Compare the speed of prompts of so many tokens beside the loss: with --endpoint timed on SGLang's servers,"
             " in turns, without it estimated. Keys: output_tokens (generated behind each; 64), turns (5); of estimates:"
-            " prices (a table: glm-5-tp8, glm-5-dp, deepseek-v3.2-tp8 or a file; the model's).",
+            " prices (a latency table: glm-5-tp8, glm-5-dp, deepseek-v3.2-tp8 or a file; the model's).",
             "TOKENS,...",
         ),
     ] = None,

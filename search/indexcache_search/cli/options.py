@@ -28,7 +28,7 @@ ATTENTION = "attention (naive: PyTorch's, dense; kernels: this project's, CUDA o
 
 @dataclass(frozen=True, kw_only=True)
 class RowsChoice:
-    """How rows of sources are read; see `RowOptions`."""
+    """Settings for reading the rows of sources; see `RowOptions`."""
 
     turns: Turns = "auto"
     chat_template: Path | None = None
@@ -37,7 +37,7 @@ class RowsChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsChoice(RowsChoice):
-    """How rows of sources are read and packed; see `Packer`."""
+    """Settings for reading and packing the rows of sources; see `Packer`."""
 
     documents: Literal["joined", "apart"] = "joined"
 

@@ -116,7 +116,7 @@ class TimeShare(ShareAt):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChoice:
-    """The time that a prompt may take, the sizes of blocks, and the prices of layers; `None` leaves it to the model."""
+    """The time that a prompt may take, the sizes of blocks, and the latency table; `None` leaves it to the model."""
 
     time: TimeShare
     queries: tuple[Annotated[int, Bounds(2, 64)], ...] | None = None
@@ -129,7 +129,7 @@ class PrefillChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeChoice:
-    """The time that a decoding step may take, and the prices of layers."""
+    """The time that a decoding step may take, and the latency table."""
 
     time: TimeShare
     prices: str | None = None
@@ -191,7 +191,7 @@ def search(
             "Also find the pattern of least loss with which a prompt takes at most this share of the time that it takes"
             " with the model's own: 0.4, or 0.4@65536 for prompts of 65,536 tokens (131072). Its F layers may select"
             " for blocks of prompt queries, and the last quarter of each sequence counts, unless --reply says"
-            " otherwise. Keys: queries (sizes of blocks; 2/4/8/16), prices (a table: glm-5-tp8, glm-5-dp,"
+            " otherwise. Keys: queries (sizes of blocks; 2/4/8/16), prices (a latency table: glm-5-tp8, glm-5-dp,"
             " deepseek-v3.2-tp8 or a file; the model's).",
             "SHARE",
         ),

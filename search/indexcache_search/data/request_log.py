@@ -98,12 +98,12 @@ class Finished:
 
     @property
     def cut(self) -> bool:
-        """Whether level 2 left both ends of its ids alone."""
+        """True if level 2 left both ends of its ids alone."""
         return is_cut(self.prompt.value) or is_cut(self.reply.value)
 
     @property
     def several(self) -> bool:
-        """Whether it is a batch."""
+        """True if it is a batch."""
         cells = (self.prompt.value, self.reply.value)
         return any(isinstance(ids, list) and ids and isinstance(ids[0], list) for ids in cells)
 

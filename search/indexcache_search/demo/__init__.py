@@ -12,8 +12,8 @@ from indexcache_search.errors import DataError
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "indexcache-demo"
 PATTERNS = tuple(str(FOLDER / "patterns" / f"{strategy}.yaml") for strategy in ("lazy", "similarity"))
-PRICED_AS = "glm-5-tp8"
-"""The price table of the models that the demo's stands in for; its own layers would be too small to differ."""
+TIMED_AS = "glm-5-tp8"
+"""The latency table of the models that the demo's stands in for; its own layers would be too small to differ."""
 RECALL_TASKS = ("kv_end", "chain", "multi", "update", "copy")
 CALIBRATION = ("demo:calibration-text", "demo:calibration-recall")
 EVALUATION = ("demo:text", *(f"demo:{task}" for task in RECALL_TASKS))

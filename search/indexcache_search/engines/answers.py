@@ -119,7 +119,7 @@ class SeenLease(LeaseState):
 
     @property
     def held(self) -> bool:
-        """Whether somebody holds it."""
+        """True if somebody holds it."""
         return "ends_in_s" in self.model_fields_set
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control_requests import Control, LeaseEndedError, ServerBusyError, ServerLostError
-from indexcache_search.engines.lease import Lease
+from indexcache_search.engines.lease import HeldLease
 from indexcache_search.engines.timed_request import Burst, send
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
@@ -46,15 +46,15 @@ class CalibrationServer:
     """
 
     def __init__(
-        self, url: str | Address, dp_rank: int | None = None, key: str | None = None, lease: Lease | None = None
+        self, url: str | Address, dp_rank: int | None = None, key: str | None = None, lease: HeldLease | None = None
     ) -> None:
         self.address, self.dp_rank, self._key = Address.of(url), dp_rank, key
         self.url, self._server = self.address.label, Control(self.address, key)
-        self._lease = lease or Lease(self._server)
+        self._lease = lease or HeldLease(self._server)
         self._switched: dict[int, Rank] = {}  # what this client's last switch left, by data-parallel rank
 
     def hold(self, notice: Callable[[str], None] = lambda line: None) -> None:
-        """Take the server's lease, unless it is held; see `Lease.hold`."""
+        """Take the server's lease, unless it is held; see `HeldLease.hold`."""
         if not self._lease.held:
             self.status()  # refuses another version of the protocol
             self._lease.hold(notice)

@@ -27,7 +27,7 @@ _BYTES = 1 << 16
 
 @dataclass
 class _Holder:
-    """The state that a thread renews a lease with, without a reference to the `Lease` itself."""
+    """The state that a thread renews a lease with, without a reference to the `HeldLease` itself."""
 
     control: Control
     seconds: float
@@ -62,7 +62,7 @@ class _Holder:
         return self.control.ask(protocol.path(action), content, LEASE, patience, _BYTES)
 
 
-class Lease:
+class HeldLease:
     """A lease that a thread renews until it is released: by `release`, without references, or as the process ends.
 
     Args:

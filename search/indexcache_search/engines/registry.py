@@ -21,7 +21,7 @@ _MOST_GB = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What an engine finds where it is loaded.
+    """Callbacks that an engine gets when it is loaded.
 
     Attributes:
         log: returns a file for the output of a server that it starts.

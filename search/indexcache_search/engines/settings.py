@@ -1,4 +1,4 @@
-"""How a model runs."""
+"""Settings of a model that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_indexcache.pattern.selection import PatternSelection
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How a model runs.
+    """Settings of a model that runs.
 
     Attributes:
         engine: name of the engine, see `registry`.

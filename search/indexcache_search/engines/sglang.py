@@ -102,7 +102,7 @@ class SglangEngine:
 
     @property
     def place(self) -> Place:
-        """Where its servers run the model."""
+        """Device and SGLang version of its servers."""
         return Place(self.settings.get("device"), self.name.removeprefix("sglang ").partition("+")[0])
 
     @property

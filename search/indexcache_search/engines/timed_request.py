@@ -68,7 +68,7 @@ class Timing:
 
     @property
     def token(self) -> float | None:
-        """Seconds of each token after the first; `None` if there was one alone."""
+        """TPOT in seconds: of each token after the first; `None` if there was one alone."""
         return (self.last - self.first) / self.later if self.later else None
 
 

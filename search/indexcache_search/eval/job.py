@@ -23,7 +23,7 @@ class SpeedOptions:
         contexts: tokens of a prompt.
         output_tokens: see `Load`, like `turns`.
         concurrency: requests at once, beside one at a time.
-        prices: name or file of the price table of estimates; the model's by default.
+        prices: name or file of the latency table of estimates; the model's by default.
     """
 
     contexts: tuple[int, ...]

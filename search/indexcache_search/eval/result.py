@@ -48,7 +48,7 @@ def collect(
         model: its name.
         engine: name of the engine, or of the servers.
         seq_len: tokens a sequence.
-        prices: times of layers, where patterns have such.
+        prices: latencies of layers, where patterns have such.
         speed: rows of speed, where it was requested.
     """
     table = tabulated([line.row for line in lines], held_out.data, first_sparse_position, prices)

@@ -81,7 +81,7 @@ class _Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What was measured; `failure` is that of servers that were timed."""
+    """Measurements of a comparison; `failure` is that of servers that were timed."""
 
     lines: Sequence[Compared]
     engine: str

@@ -65,7 +65,7 @@ def _described(line: Variant) -> dict[str, Any]:
 
 
 def _speed(line: Variant, baseline: Variant, prices: Prices | None) -> dict[str, Any]:
-    """Return the column of a `results.Row` that is reckoned, where the pattern has a price."""
+    """Return the column of a `results.Row` that is reckoned, where the latency table has the pattern's blocks."""
     pattern, native = line.letters, baseline.letters
     if prices is None or pattern is None or native is None:
         return {}

@@ -27,7 +27,7 @@ def _found(row: Row, sources: Sequence[str]) -> Iterator[str]:
     unknown = [source for source, rise in rises.items() if not math.isfinite(rise.high)]
     known = {source: rise.high for source, rise in rises.items() if source not in unknown}
     if broken:
-        yield f"the loss is no number on {', '.join(broken)}"
+        yield f"the loss is NaN or infinite on {', '.join(broken)}"
     if worse:
         yield f"worse on {', '.join(worse)}"
     if unknown:
@@ -61,7 +61,7 @@ def _beyond(row: Row, most: float) -> Iterator[str]:
     others = {source: rise for source, rise in rises.items() if source not in {*broken, *worse}}
     unsettled = {source: rise for source, rise in others.items() if not rise.high <= most}
     if broken:
-        yield f"the loss is no number on {', '.join(broken)}"
+        yield f"the loss is NaN or infinite on {', '.join(broken)}"
     if worse:
         yield f"worse on {_each(worse)}"
     if unsettled:

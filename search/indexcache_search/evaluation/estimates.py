@@ -43,7 +43,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """How far the mean may be off, as the half of an interval of 95 %; infinite if nothing says so.
+        """Half width of the 95 % interval of the mean; infinite if nothing says how far it may be off.
 
         A few values that are all the same have no spread to estimate one from. Only 0 is believed: a plan that changes
         nothing changes nothing anywhere.

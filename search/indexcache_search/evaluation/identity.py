@@ -14,7 +14,7 @@ JOURNAL_FORMAT = 5
 
 
 class Place(NamedTuple):
-    """Where a model runs: the name of the device, and SGLang's version; `None` where that is not known."""
+    """Name of the device that a model runs on, and SGLang's version; `None` where that is not known."""
 
     device: str | None = None
     sglang: str | None = None

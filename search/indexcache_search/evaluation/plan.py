@@ -23,7 +23,7 @@ class Plan(Protocol):
 
     @property
     def pattern(self) -> Pattern | None:
-        """The pattern of letters that it is; `None` for a plan of another kind, which has no layers F and no price."""
+        """The pattern of letters that it is; `None` for a plan of another kind, without layers F or a time."""
         ...
 
     def __str__(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Which pattern to take: the fastest that loses little enough on its hardest source."""
+"""Advice which pattern to take: the fastest that loses little enough on its hardest source."""
 
 from __future__ import annotations
 

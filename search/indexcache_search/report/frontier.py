@@ -125,7 +125,7 @@ def _speed(frontier: Frontier, point: Point, context: int | None) -> str:
 def _spoken(frontier: Frontier, point: Point) -> str:
     """Describe a point in one line, for those who can't see it."""
     if not point.finite:
-        return f"{point.name}: its loss is no number"
+        return f"{point.name}: its loss is NaN or infinite"
     return f"{point.name}: {signed(point.worst.mean)} nats a token on {tables.short(point.hardest)}"
 
 

@@ -12,7 +12,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.results import tables
 from indexcache_search.results.held_out import HeldOut, PricesResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, PHASE, Kind
-from indexcache_search.strategies.budget.table import PriceTable, known
+from indexcache_search.strategies.budget.table import LatencyTable, known
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE
 
@@ -58,7 +58,7 @@ class Point:
 
     @cached_property
     def hardest(self) -> str:
-        """The source that loses most; one whose loss is no number counts as that."""
+        """The source that loses most; one whose loss is NaN or infinite counts as that."""
         return max(self.increases, key=lambda name: _or_infinite(self.increases[name].mean))
 
     @property
@@ -68,7 +68,7 @@ class Point:
 
     @property
     def finite(self) -> bool:
-        """Whether every increase is a number."""
+        """True if every increase is finite."""
         return all(math.isfinite(increase.mean) for increase in self.increases.values())
 
 
@@ -140,7 +140,7 @@ def estimated(held_out: HeldOut) -> Frontier | None:
 def timed(held_out: HeldOut, times: Sequence[SpeedRow]) -> Frontier | None:
     """Return the patterns or servers of a table with speeds from rows of times; see `_whole`.
 
-    Speed is the gain by the time to the first token, at the lowest concurrency.
+    Speed is the gain by TTFT, at the lowest concurrency.
 
     Args:
         held_out: the table.
@@ -215,7 +215,7 @@ def _estimates(rows: Sequence[Row], prices: PricesResult | None) -> tuple[list[d
     stated = [{} if row.prefill is None else {prices.context: 1 / row.prefill} for row in rows]
     if prices.table not in known():
         return stated, None
-    table, native = PriceTable.load(prices.table), Pattern.parse(str(rows[0].pattern))
+    table, native = LatencyTable.load(prices.table), Pattern.parse(str(rows[0].pattern))
     reckoned = [
         {
             context: 1 / table.at(context).prompt_share(Pattern.parse(str(row.pattern)), native)

@@ -44,7 +44,7 @@ class Row(ResultSection):
 
     `served` is how a server is told to run the pattern, as it was named; see `Variant`.
 
-    `extra` holds further measurements of a study's plans, by column title; `prefill` is the time of a prompt relative
+    `extra` holds further measurements of a study's plans, by column title; `prefill` is the prefill time relative
     to the baseline's, by `HeldOut.prices`.
     """
 
@@ -64,7 +64,7 @@ class Row(ResultSection):
 
 
 class PricesResult(ResultSection):
-    """The prices of prompts: name of the table, tokens of a prompt, and in words what was measured."""
+    """The latency table that was used: its name, tokens of a prompt, and in words what was measured."""
 
     table: str
     context: int
@@ -77,7 +77,7 @@ class HeldOut(ResultSection):
     Attributes:
         answer_sources: sources with a loss mask.
         sha256: digest of the tokens.
-        prices: by which the rows' `prefill` was reckoned; `None` for models without prices.
+        prices: by which the rows' `prefill` was reckoned; `None` for models without a latency table.
     """
 
     sources: list[str]
@@ -101,7 +101,7 @@ class Spread(ResultSection):
 
 
 class GainResult(ResultSection):
-    """How many times as fast as the baseline: `first_token` and `token` by time, `throughput` by tokens a second."""
+    """Speed as a multiple of the baseline's: `first_token` and `token` by time, `throughput` by tokens a second."""
 
     first_token: Spread
     token: Spread | None = None
@@ -117,7 +117,7 @@ class SpeedRow(ResultSection):
         concurrency: requests at once.
         output_tokens: tokens generated behind each prompt; `None` of an estimate.
         turns: rounds in which all were timed; `None` of an estimate.
-        first_token_ms: time to the first token; in a turn with several requests their median.
+        first_token_ms: TTFT; in a turn with several requests their median.
         token_ms: time of each later token, likewise.
         tokens_per_second: generated tokens of all requests, by the time until the last one.
         first_token_percentiles: of all requests of all turns, `"90"` and `"99"`, where several run at once.

@@ -47,9 +47,9 @@ def terminal_tables(speed: Sequence[SpeedRow], held_out: HeldOut, width: int) ->
 
 
 def _titles(speed: Sequence[SpeedRow], several: bool) -> list[str]:
-    titles = ["first token, ms", *(["90 %", "99 %"] if several else []), "gain"]
+    titles = ["TTFT, ms", *(["90 %", "99 %"] if several else []), "gain"]
     if any(row.token_ms for row in speed):
-        titles += ["each token, ms", "gain"]
+        titles += ["TPOT, ms", "gain"]
     if any(row.tokens_per_second for row in speed):
         titles += ["tokens/s", "gain"]
     return titles

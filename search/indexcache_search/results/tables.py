@@ -75,7 +75,7 @@ def speed_line(held_out: HeldOut) -> str:
     prices = held_out.prices
     if prices is None:
         return ""
-    return f"{tokens(prices.context)}: speed of a prompt of as many tokens, by the times of {prices.words}"
+    return f"{tokens(prices.context)}: prefill speed for as many tokens, by the times of {prices.words}"
 
 
 def label(row: Row) -> str:

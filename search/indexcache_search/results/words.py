@@ -1,4 +1,4 @@
-"""How tables, pages and cards speak of patterns: of indexers, or in the words of an extension."""
+"""Words of tables, pages and cards for patterns: of indexers, or in the words of an extension."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Begun:
 
     @cached_property
     def matrices(self) -> Matrices:
-        """What layers have in common."""
+        """Matrices of what layers have in common."""
         return Matrices(self.engine, self.calibration, self.journal)
 
     def search(self, chooses: Evaluator) -> Search:

@@ -40,9 +40,9 @@ def comparison_lines(
                 taken = rule.pattern(matrix, count, native)
                 baselines[rule.name] = [Variant(NAMED, rule.name, retention, taken)]
         others += [line for rule, items in baselines.items() if rule != name for line in items]
-    if found.plan is not None:
+    if found.within_budget is not None:
         suffix = IN_BYTES if native.dense else IN_TIME
-        lines.append(Variant(NAMED, f"{name}{suffix}", None, found.plan))
+        lines.append(Variant(NAMED, f"{name}{suffix}", None, found.within_budget))
     return [*lines, *others]
 
 

@@ -1,4 +1,4 @@
-"""What a search will take, from its first minute: `indexcache-search --estimate`.
+"""Forecast of what a search will take, from its first minute: `indexcache-search --estimate`.
 
 The search begins as always and is stopped after a minute, which the journal keeps. Then the same strategy runs to its
 end on a stand-in for the model, which costs nothing: what the journal has it answers with that, and what it lacks with
@@ -46,7 +46,7 @@ _PASSES = 4  # over the sequences of matrices that these take, unless the overla
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a whole search takes; times in seconds.
+    """Cost of a whole search; times in seconds.
 
     Attributes:
         loading: from the start to the first evaluation.

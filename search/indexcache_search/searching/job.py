@@ -34,7 +34,7 @@ class SearchData:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Where results and journal go; `restart` discards the journal first."""
+    """Folder of results and journal; `restart` discards the journal first."""
 
     folder: Path
     work_dir: Path

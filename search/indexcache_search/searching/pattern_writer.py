@@ -9,7 +9,7 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.base import Engine
 from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.searching.search import Found
-from indexcache_search.strategies.base import PlanGoal
+from indexcache_search.strategies.base import BudgetGoal
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.pattern_file.file import (
     CalibrationSection,
@@ -38,8 +38,8 @@ class FileWriter:
         """Fingerprints by which later comparisons recognise calibration text."""
         return Sketch.of(self._calibration.tokens).encode()
 
-    def file(self, found: Found, default: Pattern, plan: PlanGoal | None = None) -> PatternFile:
-        """Return the file of `found`, which serves `default`, found for `plan`, unless a retention is requested."""
+    def file(self, found: Found, default: Pattern, budget: BudgetGoal | None = None) -> PatternFile:
+        """Return the file of `found`, which serves `default`, found for `budget`, unless a retention is requested."""
         data = self._calibration
         walked = {self._engine.model.native, *(step.pattern for step in found.steps)}
         others = {key: pattern for key, pattern in found.patterns.items() if not found.steps or pattern not in walked}
@@ -64,7 +64,7 @@ class FileWriter:
                 seed=self._seed,
                 blocks=found.strategy.blocks,
                 noise_floor=found.noise_floor,
-                **({} if plan is None else plan.section()),
+                **({} if budget is None else budget.section()),
             ),
             calibration=CalibrationSection(
                 sources=data.sources,

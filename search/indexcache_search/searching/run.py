@@ -92,7 +92,9 @@ class _Run:
         prices = prices_of(engine, goal, self._progress.warn)
         return metrics.collect(
             found,
-            file=self._writer.file(found, found.plan or found.patterns[next(iter(goal.full_layers))], goal.budget),
+            file=self._writer.file(
+                found, found.within_budget or found.patterns[next(iter(goal.full_layers))], goal.budget
+            ),
             engine=engine,
             table=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
             matrices=measured,
@@ -141,7 +143,7 @@ class _Run:
 
 
 def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
-    """Return the prices by which the speeds of a search are shown, `None` where there are none.
+    """Return the latencies by which the speeds of a search are shown, `None` where there are none.
 
     Their words say if they are of another device or SGLang than the servers have.
 

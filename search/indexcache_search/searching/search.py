@@ -45,7 +45,7 @@ class Found:
         strategy: how it was found.
         steps: nested flips, where there are such.
         patterns: by retention; all on the way of `steps`, or better than what is.
-        plan: the pattern of least loss within a time, if one was asked for.
+        within_budget: the pattern of least loss within a time, if one was asked for.
         look_alikes: other patterns that calibration can't tell from those.
         cost: what all evaluations on the calibration set took.
         algorithm_1: layer-tokens of the paper's Algorithm 1, which runs every layer of every evaluation.
@@ -58,7 +58,7 @@ class Found:
     strategy: Strategy
     steps: tuple[Step, ...]
     patterns: Mapping[Fraction, Pattern]
-    plan: Pattern | None
+    within_budget: Pattern | None
     look_alikes: tuple[LookAlike, ...]
     cost: Cost
     algorithm_1: int
@@ -70,7 +70,7 @@ class Found:
 
 @dataclass
 class Listeners:
-    """Who hears of a search while it runs.
+    """Callbacks of a search while it runs.
 
     Attributes:
         on_step: hears of every committed flip, and what was found so far.
@@ -131,15 +131,15 @@ class Search:
 
     def _found(self, outcome: Outcome) -> Found:
         steps, patterns, rivals = outcome.steps, outcome.patterns, outcome.rivals
-        plan = [] if outcome.plan is None else [outcome.plan]
-        data, known = self._calibration.data, [*(step.pattern for step in steps), *patterns.values(), *plan]
+        within = [] if outcome.within_budget is None else [outcome.within_budget]
+        data, known = self._calibration.data, [*(step.pattern for step in steps), *patterns.values(), *within]
         evaluations = dict(zip(known, self._calibration.evaluations(known), strict=True))
         baseline = self._calibration.evaluations([self._native])[0]
         return Found(
             strategy=self.strategy,
             steps=steps,
             patterns=dict(patterns),
-            plan=outcome.plan,
+            within_budget=outcome.within_budget,
             look_alikes=tuple(item for retention in rivals for item in self._look_alikes(retention, patterns, rivals)),
             cost=self._calibration.cost,
             algorithm_1=self.goal.algorithm_1 * len(self._native) * data.tokens.size,

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies.base import ExtraBudget, Goal, PlanGoal, Strategy, TimeGoal
+from indexcache_search.strategies.base import BudgetGoal, ExtraBudget, Goal, Strategy, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import priced, table_of
 from indexcache_search.strategies.lazy import Lazy
@@ -25,7 +25,7 @@ class Budget:
     Attributes:
         share: of the time.
         context: tokens of the prompts.
-        table: name or file of a price table; `None` for that of the model, see `pricing`.
+        table: name or file of a latency table; `None` for that of the model, see `pricing`.
     """
 
     share: float
@@ -33,19 +33,21 @@ class Budget:
     table: str | None = None
 
     def prices(self, model: ModelLayers, queries: Sequence[int] = ()) -> Prices:
-        """Return the prices by which it is met.
+        """Return the latencies by which it is met.
 
         Raises:
             SearchError: if there is no table of the model's shape, or the context or one of `queries` was not measured.
         """
         table = table_of(model, self.table)
         if table is None:
-            raise SearchError(f"no prices are known for {model.architecture}, expected prices=, a table or a file")
+            raise SearchError(
+                f"no latency table is known for {model.architecture}, expected prices=, a table or a file"
+            )
         prices = priced(model, table, self.context)
         for number in queries:
             if number not in prices.full:
                 known = ", ".join(str(item) for item in prices.full if item > 1)
-                raise SearchError(f"--prefill: queries has {number}, but {table.name} has prices of {known}")
+                raise SearchError(f"--prefill: queries has {number}, but {table.name} has times of {known}")
         return prices
 
 
@@ -54,13 +56,13 @@ class Settings:
     """Settings of a search, before the model is known.
 
     Attributes:
-        retain: retentions to search; the first is the pattern file's default, unless there is a plan.
+        retain: retentions to search; the first is the pattern file's default, unless there is a budget.
         strategy: how patterns are found; `BudgetSearch` with `prefill`, that of `bytes` with it.
         objective: what is minimised.
-        prefill: a time of prompts that a plan with blocks of queries may take.
+        prefill: a prefill time that a pattern with blocks of queries may take.
         queries: sizes of those blocks.
         decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
-        bytes: what decoding steps of a plan may read, by the option of an extension.
+        bytes: what decoding steps of a pattern may read, by the option of an extension.
     """
 
     retain: tuple[Fraction, ...]
@@ -82,7 +84,7 @@ class Settings:
         self.strategy.check(goal)
         return goal
 
-    def _budget(self, model: ModelLayers) -> PlanGoal | None:
+    def _budget(self, model: ModelLayers) -> BudgetGoal | None:
         """See `Goal.budget`."""
         if self.bytes is not None:
             return self.bytes.goal(model)

@@ -1,4 +1,4 @@
-"""What a search says at its end."""
+"""Summary that a search prints at its end."""
 
 from __future__ import annotations
 

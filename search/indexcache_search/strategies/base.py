@@ -33,7 +33,7 @@ class Step:
     losses: dict[int, float]
 
 
-class PlanGoal(ABC):
+class BudgetGoal(ABC):
     """A pattern of least loss within a budget, beside those of the retentions.
 
     Attributes:
@@ -48,12 +48,12 @@ class PlanGoal(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimeGoal(PlanGoal):
+class TimeGoal(BudgetGoal):
     """A pattern of least loss that takes at most a time, relative to the checkpoint's own pattern.
 
     Attributes:
-        share: of the time of a prompt.
-        prices: times of layers.
+        share: of the prefill time.
+        prices: latencies of layers.
         queries: for how many prompt queries at a time an `F` layer may select, besides 1, rising.
         most_full: maximum number of `F` layers, each of which runs its indexer while decoding.
     """
@@ -68,7 +68,7 @@ class TimeGoal(PlanGoal):
         return self.prices.prompt_share(pattern, native) <= self.share + 1e-9
 
     def section(self) -> dict[str, Any]:
-        """See `PlanGoal.section`."""
+        """See `BudgetGoal.section`."""
         return {
             "prefill": PrefillSection(share=self.share, context=self.prices.context, prices=self.prices.table),
         }
@@ -87,7 +87,7 @@ class Goal:
 
     native: Pattern
     full_layers: Mapping[Fraction, int]
-    budget: PlanGoal | None = None
+    budget: BudgetGoal | None = None
 
     @property
     def fewest(self) -> int:
@@ -142,13 +142,13 @@ class Outcome:
         patterns: the patterns by retention.
         steps: nested flips that lead to them; empty for strategies without steps.
         rivals: other patterns that ran on all sequences, by retention, the best first.
-        plan: the pattern of least loss within `Goal.budget`.
+        within_budget: the pattern of least loss within `Goal.budget`; `None` if no budget was given.
     """
 
     patterns: dict[Fraction, Pattern]
     steps: tuple[Step, ...] = ()
     rivals: dict[Fraction, list[Pattern]] = field(default_factory=dict)
-    plan: Pattern | None = None
+    within_budget: Pattern | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class ExtraBudget(ABC):
     strategy: ClassVar[type[Strategy]]
 
     @abstractmethod
-    def goal(self, model: ModelLayers) -> PlanGoal:
+    def goal(self, model: ModelLayers) -> BudgetGoal:
         """Return the goal of a search on `model`.
 
         Raises:

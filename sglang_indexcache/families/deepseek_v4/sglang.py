@@ -53,6 +53,7 @@ class DeepseekV4Sglang(SglangAdapter):
         "no server with pipeline parallelism",
     )
     begins_every_stage = True
+    place = "letter"
     prompt_graphs_since = None
     fp8_on_blackwell = False
     refused_flags: ClassVar[Mapping[str, str]] = {

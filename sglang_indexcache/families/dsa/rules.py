@@ -46,7 +46,7 @@ class _Refused(Exception):  # noqa: N818  (what an engine does, no error of ours
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How some versions of an engine read a configuration.
+    """Rule by which some versions of an engine read a configuration.
 
     Attributes:
         engine: its name.

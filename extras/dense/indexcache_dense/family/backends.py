@@ -111,6 +111,6 @@ def make_backend_class(stock: Any, allow_unread: bool = False) -> Any:
         raise ProofError(f"{unread}; expected one of those, or {UNREAD_FLAG}")
     make: Callable[[Any], Any] = import_module(f"{__package__}.{backend.home}").make_backend_class
     made = make(stock)
-    made.__name__ = made.__qualname__ = f"Choosing{stock.__name__}"
+    made.__name__ = made.__qualname__ = f"PageSelecting{stock.__name__}"
     setattr(made, _STOCK, stock)
     return made

@@ -23,7 +23,7 @@ def role_of(layer: Any) -> LayerRole:
     """
     found = LayerRole.of(layer)
     if found is None:
-        raise ProofError(f"layer {layer.layer_id} was told no role")
+        raise ProofError(f"no role was set for layer {layer.layer_id}")
     return found
 
 

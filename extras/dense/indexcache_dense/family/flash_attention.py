@@ -23,7 +23,7 @@ from sglang_indexcache.pattern import DENSE, FULL
 def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `FlashAttentionBackend` that decodes by the `LayerRole` of each layer."""
 
-    class ChoosingFlashAttention(stock):  # type: ignore[misc]
+    class PageSelectingFlashAttention(stock):  # type: ignore[misc]
         indexcache_pages: dict[int, LayerPages]  # by layer; written by `DenseGqaSglang.loaded`
         _indexcache_chosen: Any  # the metadata of F and S layers
         _indexcache_tables: dict[int, Tensor] | None = None  # by batch size; entries that are not live stay valid
@@ -99,4 +99,4 @@ def make_backend_class(stock: Any) -> Any:
                 scheduler_metadata=None,  # made for all tokens
             )
 
-    return ChoosingFlashAttention
+    return PageSelectingFlashAttention

@@ -60,7 +60,7 @@ def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `FlashInferAttnBackend` that decodes by the `LayerRole` of each layer."""
     home = sys.modules[stock.__module__]
 
-    class ChoosingFlashInfer(stock):  # type: ignore[misc]
+    class PageSelectingFlashInfer(stock):  # type: ignore[misc]
         indexcache_selection: Selection  # this and the next are written by `DenseGqaSglang.loaded`
         indexcache_pages: dict[int, LayerPages]  # by layer
         _indexcache_plan: _SharedPages  # plan of the pass that runs, or is captured
@@ -186,4 +186,4 @@ def make_backend_class(stock: Any) -> Any:
             )
             self._indexcache_plan = plan
 
-    return ChoosingFlashInfer
+    return PageSelectingFlashInfer

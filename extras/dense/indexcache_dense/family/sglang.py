@@ -171,7 +171,7 @@ class DenseGqaSglang(SglangAdapter):
             )
         if FULL in pattern.roles and chosen.score not in OWN_SCORES:
             raise SpellingError(
-                f"letter {pattern.roles.index(FULL)} is F, which is not served with score {chosen.score};"
+                f"layer {pattern.roles.index(FULL)} is F, which is not served with score {chosen.score};"
                 f" expected {' or '.join(OWN_SCORES)}"
             )
         if chosen.steps.policy not in SERVED_POLICIES:

@@ -22,7 +22,7 @@ _CHOSEN = "_indexcache_chosen"  # on a forward batch: table and lengths
 def make_backend_class(stock: Any) -> Any:
     """Make the subclass of `TorchNativeAttnBackend` that decodes by the `LayerRole` of each layer."""
 
-    class ChoosingTorchNative(stock):  # type: ignore[misc]
+    class PageSelectingTorchNative(stock):  # type: ignore[misc]
         indexcache_pages: dict[int, LayerPages]  # by layer; written by `DenseGqaSglang.loaded`
 
         def forward_extend(  # noqa: PLR0917
@@ -66,7 +66,7 @@ def make_backend_class(stock: Any) -> Any:
             pages = CachedPages(entries, lengths)
             return kept.select(queries, keys, pages, batch.req_pool_indices, lse=lse, scale=scale, backend="naive")
 
-    return ChoosingTorchNative
+    return PageSelectingTorchNative
 
 
 def _denominators(q: Tensor, k: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:

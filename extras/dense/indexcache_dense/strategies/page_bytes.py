@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from indexcache_dense.selection import COMPRESSED_KEYS, ROUNDED_KEYS, STRIDE, Selection
-from indexcache_search.strategies.base import PlanGoal
+from indexcache_search.strategies.base import BudgetGoal
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import DENSE, SHARED
 from sglang_indexcache.pattern_file.file import BytesSection
@@ -61,7 +61,7 @@ class PageBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageGoal(PlanGoal):
+class PageGoal(BudgetGoal):
     """A pattern of D, F and S of least loss whose decode steps read at most some bytes, relative to all layers D.
 
     Attributes:
@@ -77,5 +77,5 @@ class PageGoal(PlanGoal):
         return self.bytes.share(pattern) <= self.share + 1e-9
 
     def section(self) -> dict[str, Any]:
-        """See `PlanGoal.section`."""
+        """See `BudgetGoal.section`."""
         return {"bytes": BytesSection(share=self.share, context=self.bytes.context)}

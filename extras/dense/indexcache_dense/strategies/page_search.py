@@ -113,36 +113,38 @@ class PageSearch(Lazy):
     def check(self, goal: Goal) -> None:
         """Check that some pattern reads no more than the bytes."""
         super().check(goal)
-        plan = _plan_of(goal)
-        least = plan.bytes.share(replace(goal.native, roles=FULL + SHARED * (len(goal.native) - 1)))
-        if least > plan.share:
+        budget = _budget_of(goal)
+        least = budget.bytes.share(replace(goal.native, roles=FULL + SHARED * (len(goal.native) - 1)))
+        if least > budget.share:
             raise SearchError(
-                f"--bytes is {plan.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer and"
-                f" S layers read at {plan.bytes.context} tokens"
+                f"--bytes is {budget.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer and"
+                f" S layers read at {budget.bytes.context} tokens"
             )
 
     def find(self, problem: Problem) -> Outcome:
         """Follow the trajectory of `D` and `S`, then flip down to the bytes, and improve what fits."""
         outcome = super().find(problem)
         goal, judge = problem.goal, problem.judge
-        plan, native = _plan_of(goal), goal.native
-        flips = PageFlips(native, judge, plan, self.flips)
-        while not plan.fits(flips.pattern) and flips.flip():
-            problem.notice(f"bytes: {flips.pattern.roles} reads {plan.bytes.share(flips.pattern):.3f}")
+        budget, native = _budget_of(goal), goal.native
+        flips = PageFlips(native, judge, budget, self.flips)
+        while not budget.fits(flips.pattern) and flips.flip():
+            problem.notice(f"bytes: {flips.pattern.roles} reads {budget.bytes.share(flips.pattern):.3f}")
         walked = [native, *(step.pattern for step in outcome.steps), *outcome.patterns.values()]
-        found = [item for item in dict.fromkeys([flips.pattern, *walked]) if plan.fits(item)]
+        found = [item for item in dict.fromkeys([flips.pattern, *walked]) if budget.fits(item)]
         losses = dict(zip(found, judge.losses(found), strict=True))
-        return replace(outcome, plan=_improved(min(losses, key=lambda item: (losses[item], item.roles)), problem))
+        return replace(
+            outcome, within_budget=_improved(min(losses, key=lambda item: (losses[item], item.roles)), problem)
+        )
 
 
-def _plan_of(goal: Goal) -> PageGoal:
+def _budget_of(goal: Goal) -> PageGoal:
     assert isinstance(goal.budget, PageGoal)
     return goal.budget
 
 
 def _improved(best: Pattern, problem: Problem) -> Pattern:
     """Give a layer a letter that reads more, and another one that reads less, while that lowers the loss."""
-    judge, native, plan = problem.judge, problem.goal.native, _plan_of(problem.goal)
+    judge, native, budget = problem.judge, problem.goal.native, _budget_of(problem.goal)
     for _ in range(ROUNDS):
         up, down = list(higher(best)), list(lower(best))
         rows = judge.informative_rows(best, native)
@@ -155,7 +157,7 @@ def _improved(best: Pattern, problem: Problem) -> Pattern:
             for other in down
             if raised.layer != other.layer
         }
-        fitting = [item for item in near if plan.fits(item)]
+        fitting = [item for item in near if budget.fits(item)]
         tried = sorted(fitting, key=lambda item: (near[item], item.roles))[:TRIED]
         if not tried:
             break
@@ -164,5 +166,5 @@ def _improved(best: Pattern, problem: Problem) -> Pattern:
             break
         best = winner
         [loss] = judge.losses([best])
-        problem.notice(f"bytes: {best.roles} reads {plan.bytes.share(best):.3f}, loss {loss:.4f}")
+        problem.notice(f"bytes: {best.roles} reads {budget.bytes.share(best):.3f}, loss {loss:.4f}")
     return best

@@ -32,6 +32,7 @@ from scripts.tools.random_models import VOCAB
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
+from sglang_indexcache.io.messages import NOT_COMBINED, WOULD_RUN
 from tests.live.ending import launch, load
 from tests.live.reference import TOLERANCE
 from tests.live.server import Server, command, ended, running
@@ -221,12 +222,12 @@ def test_status_metrics_and_check(server: Server, llama: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-algorithm", "NGRAM"), "--speculative-algorithm can't be combined with a pattern: pages are"),
-        (("--enable-mixed-chunk",), "--enable-mixed-chunk can't be combined with a pattern: pages are chosen"),
-        (("--enable-two-batch-overlap",), "--enable-two-batch-overlap can't be combined with a pattern"),
-        (("--dcp-size", "2", "--tp-size", "2"), "--dcp-size can't be combined with a pattern: a rank would choose"),
+        (("--speculative-algorithm", "NGRAM"), f"--speculative-algorithm {NOT_COMBINED}: pages are"),
+        (("--enable-mixed-chunk",), f"--enable-mixed-chunk {NOT_COMBINED}: pages are chosen"),
+        (("--enable-two-batch-overlap",), f"--enable-two-batch-overlap {NOT_COMBINED}"),
+        (("--dcp-size", "2", "--tp-size", "2"), f"--dcp-size {NOT_COMBINED}: a rank would choose"),
         (("--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "--enable-dp-attention can't be combined with"),
-        (("--pp-size", "2"), "--pp-size 2 can't be combined with a pattern on dense_gqa"),
+        (("--pp-size", "2"), f"--pp-size 2 {NOT_COMBINED} on dense_gqa"),
         (("--json-model-override-args", '{"num_hidden_layers": 4}'), "num_hidden_layers changes which layers"),
     ],
 )
@@ -252,7 +253,7 @@ def _unknown(model: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (Pattern("DFSSSS", FEW), "letter 1 is F, which is not served with score token_max; expected compressed_keys"),
+        (Pattern("DFSSSS", FEW), "layer 1 is F, which is not served with score token_max; expected compressed_keys"),
         (
             Pattern("DFSSSS", replace(COMPRESSED, steps=ReusePolicy.parse("bounded:2"))),
             "steps bounded:2 are not served; expected none, ema, refresh",
@@ -280,7 +281,7 @@ def test_patterns_that_are_not_served(llama: Path, tmp_path: Path, pattern: Patt
         ("backend", "the attention backend is OtherBackend, expected one that can decode over chosen pages"),
         ("page-size", "--page-size is 8, expected a divisor of the selection's page_tokens, 4"),
         ("window", "layer 2 has a sliding window, expected layers that attend to everything before them"),
-        ("role", "letter 3 would run as D, the pattern says S"),
+        ("role", f"layer 3 {WOULD_RUN} D, the pattern says S"),
         ("selection", "the layers of this rank were told different selections"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Estimates of speed where nothing was timed: by the price table of a model's shape."""
+"""Estimates of speed where nothing was timed: by the latency table of a model's shape."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang_indexcache import ModelLayers, Pattern
 
 
 def prices_at(model: ModelLayers, contexts: Sequence[int], table: str | None) -> list[Prices]:
-    """Return the prices of prompts of each length.
+    """Return the latencies of layers in prompts of each length.
 
     Args:
-        model: what is priced; without a name its architecture's table is taken.
+        model: without a name its architecture's table is taken.
         contexts: tokens of the prompts.
         table: name or file of a table.
 
@@ -26,7 +26,7 @@ def prices_at(model: ModelLayers, contexts: Sequence[int], table: str | None) ->
     found = table_of(model, table)
     if found is None:
         raise SearchError(
-            f"--speed: no prices are known for {model.architecture}, expected prices=, a table or a file,"
+            f"--speed: no latency table is known for {model.architecture}, expected prices=, a table or a file,"
             " or --endpoint with servers"
         )
     return [priced(model, found, context) for context in contexts]
@@ -36,8 +36,8 @@ def estimated(lines: Sequence[Variant], prices: Sequence[Prices]) -> list[SpeedR
     """Return the speed of one prompt at a time and of a decoding step behind it: the sum of the layers' times.
 
     Args:
-        lines: the baseline first; those without a price are left out.
-        prices: a table's, one for each length of prompts.
+        lines: the baseline first; those with blocks that the table lacks are left out.
+        prices: of one table, one for each length of prompts.
     """
     native = lines[0].letters
     assert native is not None

@@ -22,7 +22,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed.
+    """Line of a comparison whose prompts are timed.
 
     Attributes:
         line: the line of the comparison.
@@ -35,7 +35,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a server is given to do.
+    """Load that a server is given.
 
     Attributes:
         context: tokens of a prompt.
@@ -107,7 +107,7 @@ def _row(line: Variant, load: Load, bursts: Sequence[Burst], baseline: Sequence[
 
 
 def _times(bursts: Sequence[Burst], load: Load) -> tuple[list[float], list[float], list[float]]:
-    """Return of each turn the milliseconds to the first token and of each later one, and the tokens a second.
+    """Return of each turn TTFT and TPOT in milliseconds, and the tokens a second.
 
     The second list is empty if one token alone was generated.
     """

@@ -106,7 +106,7 @@ def changes_figure(held_out: HeldOut) -> Markup:
 
 
 def _shown(measured: Sequence[SourceResult], has_answers: bool) -> str:
-    """Which change a panel shows."""
+    """Change that a panel shows."""
     if measured and all(item.generated_change is not None for item in measured):
         return "generated_change"
     return "accuracy_change" if has_answers else "increase"

@@ -1,1 +1,1 @@
-"""Prices of patterns: what they take of a prompt's time and of a decoding step's, by measured tables."""
+"""Times of patterns, for prefill and for a decoding step, by latency tables."""

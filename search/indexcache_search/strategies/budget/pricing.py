@@ -1,4 +1,4 @@
-"""Which table prices a model: one of its shape, or one that was named although the model has another."""
+"""Choose a model's latency table: one of its shape, or one that was named although the model has another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from indexcache_search import demo
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
-from indexcache_search.strategies.budget.table import PriceTable
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint.checkpoint import read_config
 from sglang_indexcache.families import describe
@@ -20,11 +20,11 @@ BY_ARCHITECTURE = {"DeepseekV32ForCausalLM": "deepseek-v3.2-tp8", "GlmMoeDsaForC
 ANYWHERE = Place()
 
 
-def table_of(model: ModelLayers, named: str | None = None) -> PriceTable | None:
-    """Return the table by which a model is priced; `None` if its architecture has none.
+def table_of(model: ModelLayers, named: str | None = None) -> LatencyTable | None:
+    """Return the latency table of a model; `None` if its architecture has none.
 
     Args:
-        model: what is priced.
+        model: description of the model.
         named: name or file of a table, which is taken whatever the model's shape is. Without it the demo's model has
             the one of the models that it stands in for, and others that of their architecture.
 
@@ -32,13 +32,13 @@ def table_of(model: ModelLayers, named: str | None = None) -> PriceTable | None:
         SearchError: if there is no table of that name, or the architecture's is of another shape than the model.
     """
     if named is not None:
-        return PriceTable.load(named)
+        return LatencyTable.load(named)
     if model.config_sha256 == _demo_sha256():
-        return PriceTable.load(demo.PRICED_AS)
+        return LatencyTable.load(demo.TIMED_AS)
     name = BY_ARCHITECTURE.get(model.architecture)
     if name is None:
         return None
-    table = PriceTable.load(name)
+    table = LatencyTable.load(name)
     if unlike := table.unlike(model):
         raise SearchError(
             f"the times of {table} are not those of {model.name}, which has {unlike}; expected prices=FILE, a table of"
@@ -47,8 +47,8 @@ def table_of(model: ModelLayers, named: str | None = None) -> PriceTable | None:
     return table
 
 
-def priced(model: ModelLayers, table: PriceTable, context: int, place: Place = ANYWHERE) -> Prices:
-    """Return a table's prices for prompts of `context` tokens.
+def priced(model: ModelLayers, table: LatencyTable, context: int, place: Place = ANYWHERE) -> Prices:
+    """Return a table's latencies for prompts of `context` tokens.
 
     Their words say if the model is of another shape, or runs at another place.
 
@@ -63,10 +63,10 @@ def priced(model: ModelLayers, table: PriceTable, context: int, place: Place = A
 def column(
     model: ModelLayers, notice: Callable[[str], None], named: str | None = None, place: Place = ANYWHERE
 ) -> Prices | None:
-    """Return the prices of the longest prompts for a column of speeds; `None` if there are none of the model's shape.
+    """Return latencies of the longest prompts for a column of speeds; `None` without a table of the model's shape.
 
     Args:
-        model: what is priced.
+        model: description of the model.
         notice: hears why there are none, where its architecture has a table.
         named: name or file of a table, see `table_of`.
         place: where the model runs.

@@ -36,37 +36,37 @@ class BudgetSearch(Lazy):
     def check(self, goal: Goal) -> None:
         """Check that some pattern on the way takes no more than the time."""
         super().check(goal)
-        plan, native = _plan_of(goal), goal.native
+        budget, native = _budget_of(goal), goal.native
         fewest = native.keeping([*native.full_layers[:1]])
-        if not BudgetFit.possible(fewest, plan, native):
-            least = plan.prices.prompt_share(fewest.selecting_for(0, max(plan.queries)), native)
+        if not BudgetFit.possible(fewest, budget, native):
+            least = budget.prices.prompt_share(fewest.selecting_for(0, max(budget.queries)), native)
             raise SearchError(
-                f"--prefill is {plan.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer in"
-                f" blocks of {max(plan.queries)} takes at {plan.prices.context} tokens"
+                f"--prefill is {budget.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer"
+                f" in blocks of {max(budget.queries)} takes at {budget.prices.context} tokens"
             )
 
     def find(self, problem: Problem) -> Outcome:
         """Follow the trajectory of `F` and `S`, fit its patterns into the time, and improve the best."""
         outcome = super().find(problem)
         goal, judge = problem.goal, problem.judge
-        plan, on_the_way = _plan_of(goal), by_count(goal.native, outcome.steps)
+        budget, on_the_way = _budget_of(goal), by_count(goal.native, outcome.steps)
         fits = list[BudgetFit]()
-        for count in _counts(plan, goal, min(on_the_way)):
+        for count in _counts(budget, goal, min(on_the_way)):
             pattern = on_the_way[count]
-            if BudgetFit.possible(pattern, plan, goal.native):
-                fits.append(BudgetFit(pattern, judge, plan, goal.native, fits[::-1]))
+            if BudgetFit.possible(pattern, budget, goal.native):
+                fits.append(BudgetFit(pattern, judge, budget, goal.native, fits[::-1]))
         counts = ", ".join(str(len(fit.pattern.full_layers)) for fit in fits)
         problem.notice(f"blocks of queries: {len(fits)} patterns of {counts} F layers are made to fit")
         losses = _promising(fits, judge)
         if not losses:
             raise SearchError(
-                f"--prefill is {plan.share:g}, and no pattern of {min(on_the_way)} F layers or more takes so little;"
+                f"--prefill is {budget.share:g}, and no pattern of {min(on_the_way)} F layers or more takes so little;"
                 " expected more, or a smaller --retain"
             )
-        return replace(outcome, plan=self._checked(losses, fits, plan, problem))
+        return replace(outcome, within_budget=self._checked(losses, fits, budget, problem))
 
     def _checked(
-        self, losses: dict[Pattern, float], fits: list[BudgetFit], plan: TimeGoal, problem: Problem
+        self, losses: dict[Pattern, float], fits: list[BudgetFit], budget: TimeGoal, problem: Problem
     ) -> Pattern:
         """Improve the best of the patterns by other blocks of a layer, and by other `F` layers with blocks that fit."""
         judge, native = problem.judge, problem.goal.native
@@ -75,8 +75,8 @@ class BudgetSearch(Lazy):
             guides = sorted(fits, key=lambda fit: sum(map(operator.ne, fit.pattern.roles, best.roles)))
             near = [
                 item
-                for item in dict.fromkeys(_neighbours(best, guides, plan, judge, native))
-                if item not in losses and plan.fits(item, native) and len(item.full_layers) <= plan.most_full
+                for item in dict.fromkeys(_neighbours(best, guides, budget, judge, native))
+                if item not in losses and budget.fits(item, native) and len(item.full_layers) <= budget.most_full
             ]
             if not near:
                 break
@@ -88,7 +88,7 @@ class BudgetSearch(Lazy):
         return min(losses, key=lambda pattern: (losses[pattern], pattern.letters))
 
 
-def _plan_of(goal: Goal) -> TimeGoal:
+def _budget_of(goal: Goal) -> TimeGoal:
     assert isinstance(goal.budget, TimeGoal)
     return goal.budget
 
@@ -107,17 +107,17 @@ def _promising(fits: Sequence[BudgetFit], judge: Judge) -> dict[Pattern, float]:
     return losses
 
 
-def _counts(plan: TimeGoal, goal: Goal, fewest: int) -> list[int]:
+def _counts(budget: TimeGoal, goal: Goal, fewest: int) -> list[int]:
     """Return the numbers of `F` layers to try, the most first."""
-    most = min(plan.most_full, len(goal.native.full_layers))
+    most = min(budget.most_full, len(goal.native.full_layers))
     return sorted({max(fewest, math.ceil(part * most)) for part in PARTS}, reverse=True)
 
 
 def _neighbours(
-    pattern: Pattern, guides: Sequence[BudgetFit], plan: TimeGoal, judge: Judge, native: Pattern
+    pattern: Pattern, guides: Sequence[BudgetFit], budget: TimeGoal, judge: Judge, native: Pattern
 ) -> Iterator[Pattern]:
     """Yield patterns with a layer in another block, and with an `F` more, less or elsewhere in blocks that fit."""
-    sizes = (1, *plan.queries)
+    sizes = (1, *budget.queries)
     shared = [layer for layer in pattern.shared_layers if native[layer] == native.full_role]
     fewer = [pattern.share(layer) for layer in pattern.full_layers[1:]]
     for layer, now in pattern.queries.items():
@@ -127,7 +127,7 @@ def _neighbours(
     yield from fewer
     letters = [*fewer, *(item.unshare(other) for item in (pattern, *fewer) for other in shared)]
     for plain in dict.fromkeys(native.keeping(item.full_layers) for item in letters):
-        if len(plain.full_layers) <= plan.most_full and BudgetFit.possible(plain, plan, native):
-            guess = BudgetFit(plain, judge, plan, native, guides).guess()
+        if len(plain.full_layers) <= budget.most_full and BudgetFit.possible(plain, budget, native):
+            guess = BudgetFit(plain, judge, budget, native, guides).guess()
             if guess is not None:
                 yield guess

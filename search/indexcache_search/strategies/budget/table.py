@@ -1,4 +1,4 @@
-"""Tables of measured times, a file each; `scripts.bench.serving.prices` makes them."""
+"""Latency tables: measured times, a file each; `scripts.bench.serving.prices` makes them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Count = Annotated[int, Field(ge=1)]
 Blocks = dict[Count, list[Milliseconds]]
 
 
-class Section(BaseModel):
+class TableSection(BaseModel):
     """A part of a table, frozen; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PromptTimes(Section):
+class PromptTimes(TableSection):
     """Milliseconds of a layer in prompts, by context.
 
     Attributes:
@@ -46,14 +46,14 @@ class PromptTimes(Section):
     rest_ms: list[Annotated[float, Field(allow_inf_nan=False)]]
 
 
-class DecodeTimes(Section):
+class DecodeTimes(TableSection):
     """Milliseconds of an `F` and of an `S` layer in a decoding step of one request, by context."""
 
     full_ms: list[Milliseconds]
     shared_ms: list[Milliseconds]
 
 
-class Check(Section):
+class Check(TableSection):
     """A whole prompt of a pattern as measured, and as the table has it; `plain_ms` is SGLang's without a pattern."""
 
     pattern: str
@@ -64,7 +64,7 @@ class Check(Section):
     spread: float
 
 
-class PriceTable(Section):
+class LatencyTable(TableSection):
     """Times of one model's shape on one device.
 
     Attributes:
@@ -121,7 +121,7 @@ class PriceTable(Section):
         return self
 
     @classmethod
-    def load(cls, name: str) -> PriceTable:
+    def load(cls, name: str) -> LatencyTable:
         """Read the table of this name that the package brings, or a file.
 
         Raises:
@@ -141,13 +141,13 @@ class PriceTable(Section):
 
     @property
     def largest_error(self) -> float | None:
-        """How far whole prompts were from what the table has for them, as a share; `None` if none were measured."""
+        """Largest error of the table for whole prompts, as a share; `None` if none were measured."""
         return max((abs(check.expected_ms / check.measured_ms - 1) for check in self.checks), default=None)
 
     def unlike(self, model: ModelLayers) -> str:
         """Say in what a model is not of this table's shape, so that its layers take other times; empty if in nothing.
 
-        The number of layers may differ, since each is priced alone, and so may the heads, if whole ranks have as many.
+        The number of layers may differ, since each is timed alone, and so may the heads, if whole ranks have as many.
         """
         facts = {**family_of(model.architecture).checkpoint.keys[model.architecture].defaults, **model.config}
         facts["index_topk"] = model.index_topk  # of models that are made in memory too
@@ -174,14 +174,16 @@ class PriceTable(Section):
         return ", ".join(lines)
 
     def at(self, context: int) -> Prices:
-        """Return prices for prompts of `context` tokens; between the measured ones a power law holds.
+        """Return latencies for prompts of `context` tokens; between the measured ones a power law holds.
 
         Raises:
             SearchError: if so many were not measured.
         """
         first, last = self.contexts[0], self.contexts[-1]
         if not first <= context <= last:
-            raise SearchError(f"{context} tokens have no price in {self.name}, expected {first} to {last}")
+            raise SearchError(
+                f"{context} tokens are outside of the latency table {self.name}, expected {first} to {last}"
+            )
 
         def power(row: Sequence[float]) -> float:
             return math.exp(between([math.log(value) for value in row]))

@@ -1,4 +1,4 @@
-"""What only DSA has: F layers that select in blocks, ranks that share out rows, blocks that attend together."""
+"""Features of DSA alone: F layers that select in blocks, ranks that share out rows, blocks that attend together."""
 
 from __future__ import annotations
 

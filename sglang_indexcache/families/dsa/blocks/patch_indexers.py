@@ -12,6 +12,7 @@ from sglang_indexcache.families.dsa.blocks.selection import BlockSelection
 from sglang_indexcache.families.dsa.blocks.shards import Shards
 from sglang_indexcache.families.dsa.needs import DECODING, PREFILL
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.io.refusal import SHARD_FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
@@ -34,7 +35,7 @@ def install(modules: Modules, pattern: Pattern) -> None:
         _check_patchable(item.layer, indexer, "select in blocks")
         if item.queries > indexer.index_topk:
             raise ProofError(
-                f"letter {item.layer} selects for {item.queries} queries at a time, expected at most index_topk"
+                f"layer {item.layer} selects for {item.queries} queries at a time, expected at most index_topk"
                 f" ({indexer.index_topk})"
             )
         setattr(indexer, PREFILL, BlockSelection(indexer, item.queries))
@@ -65,14 +66,14 @@ def _check_patchable(layer: int, indexer: Any, doing: str) -> None:
     from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer as SglangIndexer
 
     if indexer is None:
-        raise ProofError(f"letter {layer} should {doing}, but the loaded model has no indexer there")
+        raise ProofError(f"layer {layer} should {doing}, but the loaded model has {NO_INDEXER}")
     if torch.version.hip is not None or indexer.wq_b.weight.device.type not in ("cuda", "cpu"):
-        raise ProofError(f"letter {layer} should {doing}, which was never tried on such a device; expected CUDA")
+        raise ProofError(f"layer {layer} should {doing}, which was never tried on such a device; expected CUDA")
     for method in (PREFILL, DECODING):
         if getattr(type(indexer), method, None) is not getattr(SglangIndexer, method):
-            raise ProofError(f"letter {layer}: {type(indexer).__name__} selects in a way of its own")
+            raise ProofError(f"layer {layer}: {type(indexer).__name__} selects in a way of its own")
     if indexer.num_init_tokens or indexer.num_local_tokens:
-        raise ProofError(f"letter {layer} always selects the first or last tokens, so it can't {doing}")
+        raise ProofError(f"layer {layer} always selects the first or last tokens, so it can't {doing}")
 
 
 def read_back(modules: Modules) -> tuple[tuple[IndexerSetting, ...], dict[int, int]]:
@@ -98,4 +99,4 @@ def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:
             yield layer, selection
         elif patches:
             names = ", ".join(type(patch).__name__ for patch in patches.values())
-            raise ProofError(f"letter {layer} selects by {names}, expected SGLang's own methods")
+            raise ProofError(f"layer {layer} selects by {names}, expected SGLang's own methods")

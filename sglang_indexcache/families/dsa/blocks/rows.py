@@ -58,7 +58,7 @@ class Prefill:
         """Select for all rows, as SGLang does."""
         return self._sglangs(**self._arguments)
 
-    def select(self, queries: Tensor, gates: Tensor, rows: Rows) -> Tensor:
+    def select(self, queries: Tensor, gates: Tensor, rows: RowsMetadata) -> Tensor:
         """Select for other queries, `[rows, heads, dim]`, with gates `[rows, heads, 1]`; `[rows, index_topk]`."""
         changes = {"q_fp8": queries, "weights": gates, "metadata": rows, "topk_result": None}
         return self._sglangs(**self._arguments | changes)
@@ -141,7 +141,7 @@ class PrefillSelection:
             return prefill.all()
         part = self.shards.part(prefill.count, prefill.queries.device, prefill.kept)
         if _PART not in prefill.kept:
-            prefill.kept[_PART] = Rows(prefill.metadata, part.own, prefill.requests()[part.own])
+            prefill.kept[_PART] = RowsMetadata(prefill.metadata, part.own, prefill.requests()[part.own])
         rows = prefill.kept[_PART].over(prefill.metadata)
         chosen = prefill.select(take(prefill.queries, part.own), prefill.gates[part.own], rows)
         result = prefill.result(self.indexer.index_topk)
@@ -149,7 +149,7 @@ class PrefillSelection:
         return result
 
 
-class Rows:
+class RowsMetadata:
     """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's.
 
     Args:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
 from sglang_indexcache.families.dsa.blocks.index_space import index_space
-from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, Rows
+from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, RowsMetadata
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Part, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
@@ -213,7 +213,7 @@ def plan_for(forward_batch: Any, layer: int) -> WholePlan | None:
     return next((plan for plan in plans.values() if plan is not None and layer in plan.layers), None)
 
 
-class _BlockRows(Rows):
+class _BlockRows(RowsMetadata):
     """The metadata of a plan's rows: blocks select from the tokens before them, and all get positions.
 
     The Q keys of a block with the lowest scores come last.

@@ -155,8 +155,8 @@ def _select_kernel(
         else:
             scores = tl.where(step > 0, beta * before + (1 - beta) * scores, scores)
             tl.store(own + page, tl.where(live, scores, 0.0), mask=kept)
-    # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all, and what is
-    # no number counts as infinity, so that never more pages are taken than there is room for
+    # scores are at least 0, so their bits are ordered as they are; pages that are not open rank below all, and NaN
+    # counts as infinity, so that never more pages are taken than there is room for
     bits = tl.where(open_, tl.minimum(tl.maximum(scores.to(tl.int32, bitcast=True), 0), 0x7F800000), -1)
     # the highest threshold that leaves enough at or above it, two bits at a time: one sum counts for all three
     low, one = tl.full((), 0, tl.int32), tl.full((), 0x20000000, tl.int32)

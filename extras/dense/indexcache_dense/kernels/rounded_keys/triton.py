@@ -18,7 +18,7 @@ from indexcache_kernels.heads import arithmetic
 
 _PROGRAMS = 1280  # that keep a device busy, and run at once: 10 on each of an H100's 132 multiprocessors
 _UNIT: tl.constexpr = tl.constexpr(16)  # tokens whose shares are summed first; smaller pages are units themselves
-_LEAST: tl.constexpr = tl.constexpr(-1e30)  # below any product; infinity less infinity is no number
+_LEAST: tl.constexpr = tl.constexpr(-1e30)  # below any product; infinity less infinity is NaN
 _LOG2: tl.constexpr = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 _UNPACK = """
 {

@@ -221,7 +221,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
   for (int64_t pair = 0; pair < pairs; pair++) {
     for (int64_t head = 0; head < group; head++) {
       float top = kNone, sum = 0.0f;
-      bool any = false;  // also where a score is no number, which the result then is not, either
+      bool any = false;  // also where a score is NaN: the result then is, too
       for (int64_t part = 0; part < parts; part++) {
         top = std::max(top, highest[(pair * parts + part) * group + head]);
         any |= total[(pair * parts + part) * group + head] != 0.0f;

@@ -24,7 +24,7 @@ def kept_keys(k: Tensor, threshold: float | Tensor, before: Tensor | None = None
         The kept keys `[..., L, D]`, and where they moved, bool, likewise: elsewhere the difference is zero.
 
     Raises:
-        KernelInputError: if there is no key, or a threshold is below 0 or not a number.
+        KernelInputError: if there is no key, or a threshold is below 0 or NaN.
     """
     if k.ndim < 2 or not k.shape[-2]:
         raise KernelInputError(f"k is {list(k.shape)}, expected [..., L, D] with a key")
