@@ -83,8 +83,9 @@ def finish(file: Path, log: Path) -> float:
     return time.monotonic() - began
 
 
-def test_a_day_that_is_killed_five_times_ends_in_the_identical_folder(
-    model_folder: Path, token_file: Path, tmp_path: Path
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_day_that_is_killed_ends_in_the_identical_folder(
+    model_folder: Path, token_file: Path, tmp_path: Path, times: int
 ) -> None:
     """Whoever comes back runs the same commands again, from the first."""
     log, draw = tmp_path / "log", random.Random(11)
@@ -92,7 +93,7 @@ def test_a_day_that_is_killed_five_times_ends_in_the_identical_folder(
     finish(whole, log)
     shortest = finish(whole, log)  # what a day takes that was done before, and so any day at least
     file, kills = run_file(model_folder, token_file, tmp_path / "killed"), 0
-    while kills < 5:
+    while kills < times:
         left = draw.uniform(0.0, shortest)
         for number in range(len(DAY)):
             process, began = begin(number, file, log), time.monotonic()
@@ -150,8 +151,9 @@ def test_what_another_command_reads_is_nobody_elses(tmp_path: Path, token_file: 
     assert done.exit_code == 2 and done.output.endswith("search/pattern.yaml: No such file or directory\n")
 
 
-def test_a_thousand_mutated_run_files_end_in_one_line_each(
-    tmp_path: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_mutated_run_files_end_in_one_line_each(
+    tmp_path: Path, model_folder: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Or are as good as the right one, and then name what is to be run; nothing runs here."""
     ran: list[bool] = []
@@ -160,7 +162,7 @@ def test_a_thousand_mutated_run_files_end_in_one_line_each(
     monkeypatch.chdir(tmp_path)
     file = run_file(model_folder, token_file, tmp_path / "out")
     right, draw = file.read_text(), random.Random(12)
-    for number in range(1000):
+    for number in range(count):
         app, name = ((search_app, "indexcache-search"), (eval_app, "indexcache-eval"))[number % 2]
         text = mutated(right, draw)
         file.write_bytes(text.encode("utf-8", "surrogatepass"))

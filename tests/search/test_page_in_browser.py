@@ -223,8 +223,15 @@ def test_colours_follow_the_scheme(opened: Open, scheme: str) -> None:
     assert (paper, text, pick) == expected[scheme]
 
 
-@pytest.mark.parametrize("width", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", DESKTOP),
+        ("dark", PHONE),
+        pytest.param("light", PHONE, marks=pytest.mark.slow),
+        pytest.param("dark", DESKTOP, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["report", "eval", "without times"])
 def test_the_checker_of_accessibility_finds_nothing(opened: Open, name: str, scheme: str, width: int) -> None:
     page = opened(name, width, scheme)

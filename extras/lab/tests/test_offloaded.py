@@ -87,7 +87,7 @@ CASES = [
         *((*case, "sparse") for case in CASES if case[0] in ("bounded:1", "nosa:1:heads") and case[2] == "key"),
     ],
 )
-@pytest.mark.parametrize("roles", ["FFFFFF", "FSSDSF", "DFSSDD"])
+@pytest.mark.parametrize("roles", ["FSSDSF", "DFSSDD", pytest.param("FFFFFF", marks=pytest.mark.slow)])
 def test_it_decodes_what_the_reference_computes(
     roles: str, steps: str, buffer: int, heads: Heads, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert not (tmp_path / "out" / "model").exists()
 
 
+@pytest.mark.slow  # of the same loop as test_distill.py's
 def test_two_processes_train_as_one_does(trained: Path, model_folder: Path, documents: Path, tmp_path: Path) -> None:
     words = arguments(model_folder, documents, tmp_path / "out", **APART)
     in_two_processes(words, tmp_path / "log")
