@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
@@ -28,7 +27,6 @@ from typer.testing import CliRunner
 from indexcache_search.cli.search import app as search_app
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.stored import save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerBusyError, ServerLostError
 from indexcache_search.engines.transformers import TransformersEngine
@@ -42,7 +40,7 @@ from sglang_indexcache.http import client, connection, servers
 from sglang_indexcache.io import atomic
 from sglang_indexcache.io.naming import naming
 from sglang_indexcache.process import exit_line
-from tests.conftest import VOCAB, random_tokens, tiny_config
+from tests.conftest import VOCAB, tiny_config
 from tests.core.test_pattern_file import GOOD
 
 SECONDS = 10.0  # of processor time: that others use the machine is no fault
@@ -307,14 +305,10 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of journals, arrays and weights; the operating system names no file that it can't write to."""
+    """Of journals and weights; the operating system names no file that it can't write to."""
     monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with open(tmp_path / "journal.jsonl", "wb") as file, pytest.raises(OSError, match=r"journal\.jsonl"):
         append(file, Sealer(), {"a": 1})
-    monkeypatch.setattr(np, "save", raising(OSError("30 requested and 0 written")))
-    with pytest.raises(OSError) as caught:
-        save_set(random_tokens(), tmp_path / "set")
-    assert exit_line(caught.value) == (f"{tmp_path / 'set' / 'tokens.npy'}: 30 requested and 0 written", 2)
     with pytest.raises(OSError) as caught, naming(tmp_path / "w.safetensors"):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert exit_line(caught.value) == (f"{tmp_path / 'w.safetensors'}: No space left on device", 2)

@@ -158,7 +158,7 @@ def test_a_run(trained_glm: Path, glm_folder: Path) -> None:
 
 
 def test_the_row_of_the_dense_model(trained_glm: Path, glm_folder: Path) -> None:
-    from indexcache_search.data.stored import load_set
+    from indexcache_train.training.stored import load_set
 
     held_out = load_set(trained_glm / "work" / "data" / "held-out")
     assert held_out is not None

@@ -17,11 +17,11 @@ from extras.train.tests.distilling import arguments, distill, in_two_processes, 
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_train.distill.model import Distillation, set_trainable
 from indexcache_train.distill.settings import DistillSettings, Stage
+from indexcache_train.training.stored import load_set, save_set
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from indexcache_search.errors import FolderError, JournalError
-from indexcache_search.workdir import tree
 from indexcache_search.workdir.lock import LOCK
+from indexcache_train.training import tree
 from indexcache_train.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_train.training.processes import Processes
 from indexcache_train.training.sets import TrainingData

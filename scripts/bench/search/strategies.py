@@ -38,7 +38,6 @@ from indexcache_search import demo
 from indexcache_search.cli.search import TimeShare
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.transformers import TransformersEngine
@@ -55,6 +54,7 @@ from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
+from indexcache_train.training.stored import load_set, save_set
 from scripts.bench.search.simulated import SimulatedEngine, Structure
 from scripts.bench.timing import timed
 from sglang_indexcache import Pattern

@@ -13,10 +13,12 @@ from typing import Self
 
 from indexcache_search.errors import FolderError
 from indexcache_search.evaluation.records import may_be_sealed
-from indexcache_search.workdir.lock import locked
+from indexcache_search.workdir.lock import LOCK, locked
 from indexcache_search.workdir.mark import NEXT, Holds, Mark, digest_of, unmarked
 from sglang_indexcache.io.atomic import write_atomically
 from sglang_indexcache.pattern_file.result_folder import MARK
+
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # left by a killed `write_atomically`
 
 
 class OwnFolder:
@@ -156,3 +158,20 @@ def checked_mark(folder: Path, command: str, holds: Holds, option: str) -> Mark 
         what = "what" if mark.holds == "files" else f"the {mark.holds} that"
         raise FolderError(f"{folder}: holds {what} {mark.command} wrote; choose another {option} for {command}")
     return mark
+
+
+def check_subfolder(folder: Path, command: str, holds: Holds) -> None:
+    """Check that a folder that only `command` may write to is free or its own.
+
+    Raises:
+        FolderError: if it is somebody else's.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise FolderError(
+            f"{folder}: is no folder, and links are not followed; move it away, or choose another --output"
+        )
+    left = [path for path in folder.iterdir() if path.name != LOCK and not PARTIAL.fullmatch(path.name)]
+    if checked_mark(folder, command, holds, "--output") is None and left:
+        raise unmarked(folder, command, "--output")

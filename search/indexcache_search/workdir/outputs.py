@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from indexcache_search.evaluation.journal import FILE_NAME
-from indexcache_search.workdir.folder import OwnFolder
+from indexcache_search.workdir.folder import OwnFolder, check_subfolder
 from indexcache_search.workdir.overlap import check_apart
-from indexcache_search.workdir.tree import check_subfolder
 
 PARTIAL, SERVER_LOG = "pattern.partial.yaml", "server.log"
 WORK = (FILE_NAME, SERVER_LOG, PARTIAL)

@@ -18,10 +18,10 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import today
 from indexcache_search.hf.loading import describe_model, model_folder, read_config
 from indexcache_search.hf.tensors import read_tensors
-from indexcache_search.workdir import tree
 from indexcache_search.workdir.folder import OwnFolder
 from indexcache_search.workdir.overlap import check_apart
 from indexcache_train.distill.export import copy_files
+from indexcache_train.training import tree
 from sglang_indexcache.io.atomic import read_json_object, write_atomically
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.naming import naming

@@ -13,9 +13,9 @@ from typing import Any
 
 from indexcache_search.errors import JournalError
 from indexcache_search.evaluation.records import check_identity
-from indexcache_search.workdir import tree
-from indexcache_search.workdir.folder import OwnFolder
+from indexcache_search.workdir.folder import OwnFolder, check_subfolder
 from indexcache_search.workdir.overlap import check_apart
+from indexcache_train.training import tree
 from indexcache_train.training.log import TrainingLog
 from indexcache_train.training.processes import Processes
 from indexcache_train.training.sets import TrainingData
@@ -135,8 +135,8 @@ def check_folders(folders: Folders, reads: Mapping[str, Iterable[str]]) -> None:
     names = [*(folders.output / name for name in (*RESULTS, LOG)), folders.work, folders.model, folders.events]
     check_apart({"--output": folders.output}, names, reads)
     _results(folders).check()
-    tree.check_subfolder(folders.work, folders.command, "work")
-    tree.check_subfolder(folders.events, folders.command, "events")
+    check_subfolder(folders.work, folders.command, "work")
+    check_subfolder(folders.events, folders.command, "events")
     for folder in (folders.model, folders.converted, folders.warmed_up):
         if folders.restart or not tree.is_whole(folder, folders.command):
             tree.check_ours(folder, folders.command)

@@ -15,13 +15,13 @@ from indexcache_search.console import warn
 from indexcache_search.data import dry_run
 from indexcache_search.data.packing import Packer
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.stored import load_set, save_set
 from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
 from indexcache_search.hf.loading import load_tokenizer, read_config
 from indexcache_train.training.processes import Processes
 from indexcache_train.training.settings import Folders
+from indexcache_train.training.stored import load_set, save_set
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.io.digest import file_digest
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from indexcache_search.errors import FolderError
-from indexcache_search.workdir import tree
-from indexcache_search.workdir.exchange import exchange
+from indexcache_train.training import tree
+from indexcache_train.training.exchange import exchange
 
 COMMAND = "indexcache-distill"
 

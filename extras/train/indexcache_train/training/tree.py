@@ -11,14 +11,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from indexcache_search.errors import FolderError
-from indexcache_search.workdir.exchange import exchange
-from indexcache_search.workdir.folder import checked_mark
-from indexcache_search.workdir.lock import LOCK
+from indexcache_search.workdir.folder import PARTIAL, check_subfolder, checked_mark
 from indexcache_search.workdir.mark import Holds, Mark, digest_of, unmarked
+from indexcache_train.training.exchange import exchange
 from sglang_indexcache.pattern_file.result_folder import MARK
 
 UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")  # left by a killed `write_atomically`
 
 
 def is_whole(folder: Path, command: str) -> bool:
@@ -129,23 +127,6 @@ def open_subfolder(folder: Path, command: str, holds: Holds) -> None:
         Mark(command=command, holds=holds, files={}).write(folder)
 
 
-def check_subfolder(folder: Path, command: str, holds: Holds) -> None:
-    """Check that a folder that only `command` may write to is free or its own.
-
-    Raises:
-        FolderError: if it is somebody else's.
-    """
-    if not os.path.lexists(folder):
-        return
-    if folder.is_symlink() or not folder.is_dir():
-        raise FolderError(
-            f"{folder}: is no folder, and links are not followed; move it away, or choose another --output"
-        )
-    left = [path for path in folder.iterdir() if path.name != LOCK and not _PARTIAL.fullmatch(path.name)]
-    if checked_mark(folder, command, holds, "--output") is None and left:
-        raise unmarked(folder, command, "--output")
-
-
 def check_content(folder: Path, ours: re.Pattern[str]) -> None:
     """Check that all files of a folder have names that only this package gives.
 
@@ -158,7 +139,7 @@ def check_content(folder: Path, ours: re.Pattern[str]) -> None:
     """
     for path, name in _files(folder):
         unfinished = "/" in name and UNFINISHED.fullmatch(name.partition("/")[0])
-        known = name == MARK or ours.fullmatch(name) or _PARTIAL.fullmatch(path.name)
+        known = name == MARK or ours.fullmatch(name) or PARTIAL.fullmatch(path.name)
         if not unfinished and (path.is_symlink() or not known):
             raise FolderError(f"{path}: not written by us; move it away, or choose another --output")
 
