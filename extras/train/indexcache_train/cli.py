@@ -12,20 +12,22 @@ import typer
 
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import (
-    BATCH,
-    MILLION,
-    RATE,
-    STEPS,
-    STEPS_OR_NONE,
-    TOKENS,
-    TRAINING_SEQUENCES,
-    WIDTH,
-)
+from indexcache_search.cli.bounded import BATCH, TOKENS
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.console import results, serving
 from indexcache_search.errors import SearchError
 from indexcache_train.distill.settings import DistillSettings, IndexerSize, Loss, Schedule, dense_architecture
+from indexcache_train.options import (
+    MILLION,
+    RATE,
+    STEPS,
+    STEPS_OR_NONE,
+    TRAINING_SEQUENCES,
+    WIDTH,
+    NumEvalSequences,
+    RowsOfDocuments,
+    Training,
+)
 from sglang_indexcache import process
 from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.command_line import exit_codes
@@ -182,16 +184,16 @@ def distill(
     ] = None,
     index_dim: Annotated[int | None, number("Their dimensions. Default: 128, all that SGLang serves.", WIDTH)] = None,
     index_topk: Annotated[int | None, number("Tokens that they select. Default: 2048.", TOKENS)] = None,
-    training: options.Training = None,
+    training: Training = None,
     evaluation: options.HeldOutOrSame = None,
-    rows: options.RowsOfDocuments = None,
+    rows: RowsOfDocuments = None,
     dry_run: options.DryRun = False,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
         int | None,
         number("Training sequences, used again when all were seen. Default: 16384 or all.", TRAINING_SEQUENCES),
     ] = None,
-    num_eval_sequences: options.NumEvalSequences = None,
+    num_eval_sequences: NumEvalSequences = None,
     seed: options.Seed = 0,
     loss: Annotated[
         Loss,

@@ -60,15 +60,9 @@ class ShareAt:
 
 
 SEQUENCES = Bounds(1, 1_000_000, "standard errors fall with the root of the number")
-TRAINING_SEQUENCES = Bounds(1, 100_000_000)
 TOKENS = Bounds(1, 1 << 24, "no model was made for more")
 TWO_TOKENS = Bounds(2, TOKENS.most, TOKENS.reason)
-WIDTH = Bounds(1, 65_536)
 BATCH = Bounds(1, 65_536, "more at once takes memory and no less time")
-STEPS = Bounds(1, 100_000_000, "no training runs for more")
-STEPS_OR_NONE = Bounds(0, STEPS.most, STEPS.reason)
-RATE = Bounds(0, 1e3)
-MILLION = Bounds(0, 1e6)
 SEED = Bounds(0, (1 << 63) - 1)  # accepted by NumPy and by PyTorch
 
 

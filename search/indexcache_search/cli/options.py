@@ -6,15 +6,14 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from indexcache_search.cli.bounded import BATCH, SEED, SEQUENCES, TOKENS, TWO_TOKENS, Bounds
+from indexcache_search.cli.bounded import BATCH, SEED, TOKENS, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import number, option, settings
 from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import extra_option
-from indexcache_search.data import JUDGED
 from indexcache_search.data.templates import RowOptions, Turns, read_template
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import IndexCacheError
@@ -33,13 +32,6 @@ class RowsChoice:
     turns: Turns = "auto"
     chat_template: Path | None = None
     skip_bad: Annotated[int, Bounds(0, 1_000_000_000)] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentsChoice(RowsChoice):
-    """Settings for reading and packing the rows of sources; see `Packer`."""
-
-    documents: Literal["joined", "apart"] = "joined"
 
 
 def retentions(text: str) -> tuple[Fraction, ...]:
@@ -110,7 +102,6 @@ def check_runs_here(device: str, dtype: str | None) -> None:
 
 
 Model = Annotated[str | None, option("Folder or hub id of a model. Default: the demo model.")]
-DenseModel = Annotated[str, option("Folder or hub id of a dense model.")]
 Patterns = Annotated[
     list[str] | None,
     option(f"{GRAMMAR}; repeatable. NAME= before it names it in tables.", "--pattern", metavar="PATTERN"),
@@ -123,22 +114,14 @@ else:
     ByteBudget, Selection, Selections = map(extra_option, ("bytes", "selection", "selections"))
 Retain = Annotated[str, shares("Retentions of pattern files that are named without one.")]
 Calibration = Annotated[list[str] | None, sources("Calibration text")]
-Training = Annotated[list[str] | None, sources("Training text")]
 HeldOut = Annotated[list[str] | None, sources("Held-out text")]
 HeldOutOrSame = Annotated[list[str] | None, sources("Held-out text", " Default: set aside from the other sources.")]
-_ROWS = (
+ROW_KEYS = (
     "How rows are read. Keys: turns of a conversation (all: one text; each: a text for each reply; last: up to the"
     " last; auto: all, or each where the template writes earlier turns otherwise once others follow), chat_template"
     " (a file; the tokenizer's Jinja template), skip_bad (rows of a source that may be skipped; 0)"
 )
-Rows = Annotated[RowsChoice | None, settings(RowsChoice, f"{_ROWS}.")]
-RowsOfDocuments = Annotated[
-    DocumentsChoice | None,
-    settings(
-        DocumentsChoice,
-        f"{_ROWS}, documents (joined: a token sees all before it in its sequence; apart: its own document alone).",
-    ),
-]
+Rows = Annotated[RowsChoice | None, settings(RowsChoice, f"{ROW_KEYS}.")]
 DryRun = Annotated[bool, option("Show what is read of the data, and end before anything loads.", "--dry-run")]
 SeqLen = Annotated[
     int | None,
@@ -148,8 +131,6 @@ SeqLen = Annotated[
         TOKENS,
     ),
 ]
-Length = Annotated[int, number("Tokens of a sequence.", TOKENS)]
-NumEvalSequences = Annotated[int | None, number(f"Held-out sequences. Default: {JUDGED}.", SEQUENCES)]
 Reply = Annotated[
     int | None,
     number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from indexcache_search.cli import options
+from indexcache_lab.options import DenseModel
 from indexcache_search.cli.bounded import TOKENS, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option
 from indexcache_search.console import errors_in_one_line, messages, results
@@ -14,7 +14,7 @@ from sglang_indexcache import process
 
 def edge(
     *,
-    model: options.DenseModel,
+    model: DenseModel,
     contexts: Annotated[str, option("Tokens in the cache.")] = "8192,16384",
     share: Annotated[
         str,

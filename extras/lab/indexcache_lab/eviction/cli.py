@@ -8,11 +8,13 @@ from typing import Annotated, Literal
 
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_dense.selection_choice import NOSAS, PagesChoice, SelectionChoice
+from indexcache_lab.options import DenseModel
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import BATCH, RATE, STEPS_OR_NONE, TOKENS, TRAINING_SEQUENCES
+from indexcache_search.cli.bounded import BATCH, TOKENS
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
 from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_train import cli as distill
+from indexcache_train.options import RATE, STEPS_OR_NONE, TRAINING_SEQUENCES, NumEvalSequences
 from sglang_indexcache import process
 from sglang_indexcache.pattern import FULL
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec
@@ -39,7 +41,7 @@ class BodyChoice:
 
 def eviction(
     *,
-    model: options.DenseModel,
+    model: DenseModel,
     training: Annotated[list[str], options.sources("Training text")],
     pattern: Annotated[str | None, option(f"{GRAMMAR}. Default: all F.", "--pattern", metavar="PATTERN")] = None,
     selection: Annotated[
@@ -58,7 +60,7 @@ def eviction(
         int | None,
         number("Training sequences, used again when all were seen. Default: 1600.", TRAINING_SEQUENCES),
     ] = None,
-    num_eval_sequences: options.NumEvalSequences = None,
+    num_eval_sequences: NumEvalSequences = None,
     seed: options.Seed = 0,
     steps: Annotated[int, number("Steps.", STEPS_OR_NONE)] = 200,
     heads: Annotated[

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from indexcache_lab.key_delta.plan import LONG
+from indexcache_lab.options import GIGABYTES, DenseModel, Length
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, SEQUENCES, TOKENS, Bounds
+from indexcache_search.cli.bounded import SEQUENCES, TOKENS, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
 from indexcache_search.console import errors_in_one_line, messages, results
 from indexcache_search.strategies import DEFAULT_RETAIN
+from indexcache_train.options import NumEvalSequences
 from sglang_indexcache import process
 
 
@@ -32,19 +34,19 @@ Near = Annotated[
         " recent (the last ones, for a reply's query; 4).",
     ),
 ]
-PrefixCache = Annotated[float, number("Host memory for what layers give, and as much again.", MILLION)]
+PrefixCache = Annotated[float, number("Host memory for what layers give, and as much again.", GIGABYTES)]
 
 
 def search(
     *,
-    model: options.DenseModel,
+    model: DenseModel,
     calibration: Annotated[list[str], options.sources("Calibration text")],
     evaluation: options.HeldOutOrSame = None,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
-    seq_len: options.Length = LONG,
+    seq_len: Length = LONG,
     num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 32.", SEQUENCES)] = None,
-    num_eval_sequences: options.NumEvalSequences = None,
+    num_eval_sequences: NumEvalSequences = None,
     seed: options.Seed = 0,
     skip: Annotated[
         str, option("Shares of the products of queries with keys that layers leave out together.")
@@ -95,14 +97,14 @@ def search(
 
 def evaluate(
     *,
-    model: options.DenseModel,
+    model: DenseModel,
     evaluation: Annotated[list[str], options.sources("Held-out text")],
     pattern: options.Patterns = None,
     selection: options.Selections = None,
     retain: options.Retain = DEFAULT_RETAIN,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
-    seq_len: options.Length = LONG,
+    seq_len: Length = LONG,
     num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 144.", SEQUENCES)] = None,
     threshold: Annotated[
         str, option("Thresholds, each for all layers, or files of indexcache-lab key-delta search.")

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from indexcache_lab.offload.server import Server
+from indexcache_lab.options import GIGABYTES
 from indexcache_search import demo
 from indexcache_search.cli import options
-from indexcache_search.cli.bounded import MILLION, SEQUENCES, TWO_TOKENS, Bounds
+from indexcache_search.cli.bounded import SEQUENCES, TWO_TOKENS, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.console import results
@@ -93,7 +94,7 @@ def offload(
         number("MB a step may bring for a request: writes the best plan as pattern.yaml.", Bounds(0, 1e9)),
     ] = None,
     max_device_gb: Annotated[
-        float | None, number("GB that a request may hold on the device; likewise.", MILLION)
+        float | None, number("GB that a request may hold on the device; likewise.", GIGABYTES)
     ] = None,
     endpoint: Annotated[
         list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from indexcache_search.cli import options
+from indexcache_lab.options import DenseModel
 from indexcache_search.cli.command import Config, Version, application, option
 from indexcache_search.console import command, errors_in_one_line, messages, results
 from sglang_indexcache import process
@@ -14,7 +14,7 @@ COMMAND = "indexcache-lab released"
 
 
 def released(
-    model: options.DenseModel,
+    model: DenseModel,
     output: Annotated[Path | None, option("Folder for the results. Default: indexcache-released-NAME.")] = None,
     config: Config = None,
     version: Version = False,
