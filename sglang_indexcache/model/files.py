@@ -18,11 +18,6 @@ INDEX = "model.safetensors.index.json"
 _HEADS = "_heads"  # ending of folders beside the weights that hold heads trained for the model
 _MAX_INDEX_BYTES = 100 << 20
 _PICKLES = (".bin", ".pt", ".pth")
-_TOKENIZER_BEGINNINGS = (
-    "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "spiece", "sentencepiece"
-)  # fmt: skip
-_TOKENIZER_ENDINGS = (".model", ".tiktoken", ".jinja")
-_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ def weight_files(folder: Path) -> list[str]:
         IndexCacheError: if the folder or its index can't be read, or the index names a file that is not there.
     """
     index = [INDEX] if (folder / INDEX).is_file() else []
-    config = _named(folder, lambda name: name == CONFIG)
+    config = files_named(folder, lambda name: name == CONFIG)
     heads = [f"{beside.name}/{name}" for beside in folder.glob(f"*{_HEADS}/") for name in _safetensors(beside)]
     return sorted([*config, *index, *tensor_files(folder), *heads])
 
@@ -118,7 +113,7 @@ def tensor_files(folder: Path) -> list[str]:
             if not (folder / name).is_file():
                 raise ModelConfigError(f"{folder / INDEX}: names {name!r}, and there is no such file beside it")
         return names
-    return _safetensors(folder) or _named(folder, lambda name: name.endswith(_PICKLES))
+    return _safetensors(folder) or files_named(folder, lambda name: name.endswith(_PICKLES))
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -136,28 +131,18 @@ def weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    """List the files of a tokenizer, chat templates included.
+def files_named(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """List the files of a folder whose names are `wanted`, without hidden ones.
 
     Raises:
         ModelConfigError: if the folder can't be read.
     """
-    templates = folder / _TEMPLATES
-    return sorted(
-        [
-            *_named(folder, lambda name: name.startswith(_TOKENIZER_BEGINNINGS) or name.endswith(_TOKENIZER_ENDINGS)),
-            *(f"{_TEMPLATES}/{name}" for name in (_named(templates, bool) if templates.is_dir() else [])),
-        ]
-    )
-
-
-def _safetensors(folder: Path) -> list[str]:
-    return _named(folder, lambda name: name.endswith(".safetensors"))
-
-
-def _named(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     try:
         found = (path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
         return sorted(path.name for path in found if wanted(path.name))
     except OSError as error:
         raise ModelConfigError(f"{folder}: {reason(error)}") from None
+
+
+def _safetensors(folder: Path) -> list[str]:
+    return files_named(folder, lambda name: name.endswith(".safetensors"))

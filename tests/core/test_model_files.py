@@ -18,7 +18,7 @@ from sglang_indexcache.io import digest as module
 from sglang_indexcache.io.digest import file_digest, side_by_side
 from sglang_indexcache.io.errors import FileError, ModelConfigError
 from sglang_indexcache.io.messages import MODEL_CHANGED
-from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model.files import ModelFiles, weight_files
 
 HOUR = 3600
 
@@ -64,15 +64,13 @@ def test_every_byte_of_a_large_file_counts(tmp_path: Path) -> None:
     assert file_digest(path).sha256 != before
 
 
-def test_what_belongs_to_the_weights_and_what_to_the_tokenizer(folder: Path) -> None:
-    weights, tokenizer = ModelFiles.read(folder, weight_files), ModelFiles.read(folder, tokenizer_files)
-    assert weights.sha256 == weights_digest(str(folder)) != tokenizer.sha256
-    assert list(tokenizer.digests) == ["tokenizer.json"]
+def test_what_belongs_to_the_weights(folder: Path) -> None:
+    weights = ModelFiles.read(folder, weight_files)
+    assert weights.sha256 == weights_digest(str(folder))
     (folder / "consolidated.safetensors").write_text("of no index, so no engine loads it")
     (folder / "optimizer.pt").write_text("neither")
     (folder / "README.md").write_text("nor this")
     weights.check()
-    tokenizer.check()
     assert weights_digest(str(folder)) == weights.sha256
     for name in ("two.safetensors", "config.json"):
         rewrite(folder / name, name.upper())
@@ -81,10 +79,6 @@ def test_what_belongs_to_the_weights_and_what_to_the_tokenizer(folder: Path) -> 
             weights.check()
         rewrite(folder / name, name)
         weights.check()  # the old ones are back
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tools.jinja").write_text("")
-    with pytest.raises(ModelConfigError, match=r"tools\.jinja: changed"):
-        tokenizer.check()
     (folder / "one.safetensors").rename(folder / "three.safetensors")
     with pytest.raises(ModelConfigError, match=r"index\.json: names 'one\.safetensors', and there is no such file"):
         weights.check()

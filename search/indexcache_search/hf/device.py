@@ -90,9 +90,3 @@ def on_kernels(model: Any) -> Iterator[None]:
             yield
     except KernelInputError as error:
         raise SearchError(f"the kernels can't run this model: {error}; expected --engine attention=naive") from None
-
-
-def checkpoint_gradients(model: Any) -> None:
-    """Make layers of a transformers model keep only their inputs, and run again for the gradients."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})

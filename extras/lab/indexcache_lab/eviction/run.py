@@ -17,12 +17,12 @@ from indexcache_dense.selection import selection_in
 from indexcache_lab.eviction.heads import FILE, EvictionHeads, attach
 from indexcache_lab.eviction.task import STAGE, EvictionSettings, EvictionTask
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.device import checkpoint_gradients
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
 from indexcache_train.distill.export import check_source, copy_files
 from indexcache_train.distill.session import session
 from indexcache_train.distill.settings import TrainingRuntime
 from indexcache_train.training.processes import Processes, joined
+from indexcache_train.training.recompute import checkpoint_gradients
 from indexcache_train.training.sets import TrainingData
 from indexcache_train.training.settings import Folders
 from sglang_indexcache import Pattern

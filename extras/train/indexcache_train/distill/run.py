@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from indexcache_search.errors import JournalError, SearchError
-from indexcache_search.hf.device import checkpoint_gradients, resolve_attention
+from indexcache_search.hf.device import resolve_attention
 from indexcache_search.hf.loading import check_seq_len, describe_model, load_model, read_config, set_quiet
 from indexcache_train.distill import memory
 from indexcache_train.distill.conversion import convert
@@ -25,6 +25,7 @@ from indexcache_train.distill.session import session
 from indexcache_train.distill.settings import DistillSettings, Stage, TrainingRuntime
 from indexcache_train.distill.task import StageTask
 from indexcache_train.training.processes import Processes, joined
+from indexcache_train.training.recompute import checkpoint_gradients
 from indexcache_train.training.sets import TrainingData
 from indexcache_train.training.settings import Folders
 from sglang_indexcache import ModelLayers

@@ -19,6 +19,7 @@ from indexcache_search.hf.device import memory_error_in_one_line
 from indexcache_search.hf.loading import model_folder
 from indexcache_train.distill.result import collect
 from indexcache_train.distill.settings import TrainingRuntime, TrainingSettings
+from indexcache_train.distill.tokenizer_files import tokenizer_files
 from indexcache_train.training.checkpoints import Checkpoints
 from indexcache_train.training.folders import HeldFolders, check_folders, held_folders
 from indexcache_train.training.log import TrainingLog
@@ -29,7 +30,7 @@ from indexcache_train.training.sets import TrainingData, training_sets
 from indexcache_train.training.settings import Folders
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import describe
-from sglang_indexcache.model.files import ModelFiles, tokenizer_files, weight_files
+from sglang_indexcache.model.files import ModelFiles, weight_files
 from sglang_indexcache.pattern_file.file import ModelSection, PatternFile
 
 
