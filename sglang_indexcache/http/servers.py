@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, TypeAdapter
 
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.client import ServerError, ask
+from sglang_indexcache.http.client import ask
 from sglang_indexcache.io.errors import one_line
 from sglang_indexcache.io.fields import Count
 from sglang_indexcache.pattern import Pattern
@@ -126,22 +126,3 @@ def ranks(server: str | Address) -> list[ServedRank]:
         )
         for number, state in enumerate(info.internal_states)
     ]
-
-
-def pattern_for_prompts(found: list[ServedRank]) -> str | None:
-    """Return the fingerprint of the pattern by which all of a server's ranks read prompts; `None` without a pattern.
-
-    Raises:
-        ServerError: if ranks differ, one is not proven any more, or the model is dense, whose prompts are read without
-            the pattern.
-    """
-    address, states = found[0].server, [rank.served for rank in found]
-    fingerprints = {None if state is None else state.fingerprint for state in states}
-    if len(fingerprints) > 1:
-        raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")
-    for state in states:
-        if state is not None and not state.proven:
-            raise ServerError(f"{address}: is not proven to serve its pattern {state.since_when}")
-        if state is not None and state.selection is not None:
-            raise ServerError(f"{address}: serves a dense model, which reads prompts without its pattern")
-    return fingerprints.pop()

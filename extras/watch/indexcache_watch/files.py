@@ -13,9 +13,9 @@ import hashlib
 import os
 import re
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from indexcache_search.data import request_log
 from indexcache_search.data.formats import Record, kind_of, records
@@ -175,6 +175,11 @@ class GrowingFiles:
         return found
 
 
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Return true for what SGLang logs, finished or not, and for what `finished` returns."""
+    return request_log.EVENT in record or {"obj", "out"} <= record.keys()
+
+
 def _record(line: bytes) -> Record:
     """Return the object on a line, which a byte order mark may begin, as in files from Windows."""
     line = line.removeprefix(codecs.BOM_UTF8)
@@ -183,7 +188,7 @@ def _record(line: bytes) -> Record:
     except UnicodeDecodeError:
         return RowError(_NO_JSON)
     content = request_log.loaded(words)
-    if request_log.is_containers(words) and not (isinstance(content, dict) and request_log.is_event(content)):
+    if request_log.is_containers(words) and not (isinstance(content, dict) and is_event(content)):
         return RowError(
             "is a container's output, in which long lines are cut; expected SGLang's own file, with"
             " --log-requests-target FOLDER"

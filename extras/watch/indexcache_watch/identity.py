@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from indexcache_search.errors import SearchError
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.servers import pattern_for_prompts, ranks
+from sglang_indexcache.http.client import ServerError
+from sglang_indexcache.http.servers import ServedRank, ranks
 
 NONE = "none"  # in the place of the fingerprint of a server without a pattern
 
@@ -73,4 +74,23 @@ class Identity:
 
 def _of(server: Address) -> tuple[str, str | None]:
     found = ranks(server)
-    return pattern_for_prompts(found) or NONE, found[0].model
+    return _pattern_for_prompts(found) or NONE, found[0].model
+
+
+def _pattern_for_prompts(found: list[ServedRank]) -> str | None:
+    """Return the fingerprint of the pattern by which all of a server's ranks read prompts; `None` without a pattern.
+
+    Raises:
+        ServerError: if ranks differ, one is not proven any more, or the model is dense, whose prompts are read without
+            the pattern.
+    """
+    address, states = found[0].server, [rank.served for rank in found]
+    fingerprints = {None if state is None else state.fingerprint for state in states}
+    if len(fingerprints) > 1:
+        raise ServerError(f"{address}: its data-parallel ranks serve different patterns, expected one")
+    for state in states:
+        if state is not None and not state.proven:
+            raise ServerError(f"{address}: is not proven to serve its pattern {state.since_when}")
+        if state is not None and state.selection is not None:
+            raise ServerError(f"{address}: serves a dense model, which reads prompts without its pattern")
+    return fingerprints.pop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from indexcache_search.data.formats import Record
 from indexcache_search.data.request_log import Finished
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.errors import DataError, RowError
-from indexcache_watch.files import GrowingFiles, files_of
+from indexcache_watch.files import GrowingFiles, files_of, is_event
 
 LARGEST_ID = (1 << 31) - 1
 BAD = "it can't be understood"
@@ -122,8 +122,8 @@ def read(place: str, record: Record) -> Request | str | None:
     if isinstance(record, RowError):
         raise record
     name = None
-    if request_log.is_event(record):
-        logged = Finished.of(record) if request_log.is_finished(record) else None
+    if is_event(record):
+        logged = Finished.of(record) if _is_finished(record) else None
         if logged is None:
             return None
         why_not = _why_not(logged)
@@ -144,6 +144,11 @@ def read(place: str, record: Record) -> Request | str | None:
         tokens, counts = _ids(section.tokens.tolist(), "input_ids"), section.mask.astype(np.bool_)
     counts = counts & (np.arange(len(tokens)) > 0)
     return Request(place, tokens, counts, name) if counts.any() else "none of its tokens count"
+
+
+def _is_finished(record: Mapping[str, Any]) -> bool:
+    """Return true for a finished request among events."""
+    return bool(record.get(request_log.EVENT, request_log.FINISHED) == request_log.FINISHED)
 
 
 def _why_not(logged: Finished) -> str | None:

@@ -23,7 +23,7 @@ CUT = "its log is cut, expected --log-requests-level 3"
 LINES = re.compile(r"\.(?P<kind>jsonl|ndjson|log)([.-][\dT:_.-]*\d)?(\.gz)?$", re.IGNORECASE)
 """Names of files of lines, also as SGLang (every hour) and logrotate rename and compress them."""
 
-_EVENT, _FINISHED = "event", "request.finished"
+EVENT, FINISHED = "event", "request.finished"
 _JSON = re.compile(r'\{"timestamp":\s*"[^"]*",\s*"event":\s*"(request\.[a-z.]+)"')
 _TEXT = re.compile(r"(?:^|\] )Finish: obj=\w+\(")
 _OTHER = re.compile(r"(?:^|\] )Receive(?: OpenAI)?: obj=\w*\(")
@@ -144,16 +144,6 @@ def is_line(line: str) -> bool:
     return any(pattern.search(line) for pattern in (_JSON, _TEXT, _OTHER))
 
 
-def is_event(record: Mapping[str, Any]) -> bool:
-    """Return true for what SGLang logs, finished or not, and for what `finished` returns."""
-    return _EVENT in record or {"obj", "out"} <= record.keys()
-
-
-def is_finished(record: Mapping[str, Any]) -> bool:
-    """Return true for a finished request among events."""
-    return bool(record.get(_EVENT, _FINISHED) == _FINISHED)
-
-
 def is_cut(value: Any) -> bool:
     """Return true for token ids or a text of which level 2 shows both ends alone."""
     if isinstance(value, str):
@@ -183,7 +173,7 @@ def finished(line: str) -> Mapping[str, Any] | RowError | None:
     line = _unwrapped(line)
     event, text = _JSON.search(line), _TEXT.search(line)
     if event is not None:
-        if event[1] != _FINISHED:
+        if event[1] != FINISHED:
             return None
         content = loaded(line[event.start() :])
         if content is None:
