@@ -72,12 +72,6 @@ def request_of(server_args: Any) -> Request | None:
     return request
 
 
-def allows_unread(server_args: Any) -> bool:
-    """Return whether the engine with these server arguments may replace methods whose source nobody has read."""
-    request: Request | None = getattr(server_args, ATTRIBUTE, None)
-    return request is not None and request.asked.allow_unread
-
-
 def amend(server_args: Any, **changes: Any) -> None:
     """Change attributes of the request that these server arguments carry; without a request do nothing."""
     request = request_of(server_args)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ("sglang_indexcache", "search/indexcache_search", "kernels/indexcache_kernels")
-BUDGET = 32600
+BUDGET = 32500
 """Lines of Python. The aim is 29,000: what a launch line, an override and a lease mean took 3,100 since that was set.
 
 Lower it when lines go. Raise it by hand, in a commit that says what users gain.

@@ -22,7 +22,7 @@ from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern
 from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import LOAD_BACKENDS, LOAD_GRAPHS, Feature, Need
-from sglang_indexcache.sglang.requested import allows_unread
+from sglang_indexcache.sglang.requested import ATTRIBUTE, Request
 
 LAYER = Need("srt.layers.radix_attention", "RadixAttention.__init__", ("layer_id", "sliding_window_size"))
 _NEEDS = (LOAD_BACKENDS, LOAD_GRAPHS, LAYER)
@@ -209,7 +209,7 @@ class DenseGqaSglang(SglangAdapter):
         for name in BACKEND_ATTRIBUTES:
             backend = getattr(runner, name, None)
             if backend is not None:
-                backend.__class__ = make_backend_class(type(backend), allows_unread(runner.server_args))
+                backend.__class__ = make_backend_class(type(backend), _allows_unread(runner.server_args))
                 backend.indexcache_selection = chosen
         self.switch(runner, pattern)
         self.keep_pages(runner, pattern)
@@ -316,3 +316,9 @@ class DenseGqaSglang(SglangAdapter):
     def configured(self, runner: Any) -> str:
         """See `SglangAdapter.configured`."""
         return "".join(self.role(layer, module) for layer, module in self.modules(runner.model))
+
+
+def _allows_unread(server_args: Any) -> bool:
+    """Return whether the engine with these server arguments may replace methods whose source nobody has read."""
+    request: Request | None = getattr(server_args, ATTRIBUTE, None)
+    return request is not None and request.asked.allow_unread
