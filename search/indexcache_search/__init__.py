@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from indexcache_search.data.templates import RowOptions
     from indexcache_search.engines.settings import RunSettings
     from indexcache_search.eval.job import SpeedOptions
-    from indexcache_search.results.held_out import ComparisonResult, SearchResult
+    from indexcache_search.results.schema import ComparisonResult, SearchResult
     from indexcache_search.searching.settings import Budget
 
 __all__ = [
@@ -32,10 +32,10 @@ __all__ = [
 
 _HOMES = {
     "Budget": "searching.settings",
-    "ComparisonResult": "results.held_out",
+    "ComparisonResult": "results.schema",
     "RowOptions": "data.templates",
     "RunSettings": "engines.settings",
-    "SearchResult": "results.held_out",
+    "SearchResult": "results.schema",
     "SpeedOptions": "eval.job",
     "apply": "api",
     "evaluate": "api",

@@ -18,7 +18,7 @@ from indexcache_search.eval.candidates import Candidates
 from indexcache_search.eval.held_out import ComparisonData
 from indexcache_search.eval.job import ComparisonJob, SpeedOptions
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.results.held_out import ComparisonResult, SearchResult
+from indexcache_search.results.schema import ComparisonResult, SearchResult
 from indexcache_search.searching.job import Files, SearchData, SearchJob
 from indexcache_search.searching.settings import BLOCKS, Budget, Settings
 from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of

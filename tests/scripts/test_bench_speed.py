@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 
-from indexcache_search.results.held_out import SpeedRow, Spread
+from indexcache_search.results.schema import SpeedRow, Spread
 from scripts.bench.serving.speed import cell, flags, with_text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from indexcache_search.results.held_out import ComparisonResult, SearchResult
+from indexcache_search.results.schema import ComparisonResult, SearchResult
 from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 

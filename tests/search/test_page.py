@@ -17,7 +17,7 @@ from indexcache_search.report.figures import chart
 from indexcache_search.report.frontier import section, spelt
 from indexcache_search.report.points import Frontier, Point, Speed, estimated, timed
 from indexcache_search.report.search import render
-from indexcache_search.results.held_out import GainResult, HeldOut, SpeedRow, Spread
+from indexcache_search.results.schema import GainResult, HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import Kind
 from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern

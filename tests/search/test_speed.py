@@ -20,7 +20,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.eval.speed.estimate import estimated, prices_at
 from indexcache_search.eval.speed.servers import check
 from indexcache_search.eval.speed.turns import Load, Prompts, Timed, interval, measured
-from indexcache_search.results.held_out import SpeedRow
+from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern

@@ -14,7 +14,7 @@ from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
 from indexcache_search.eval.verdict import beyond, findings
 from indexcache_search.evaluation.estimates import Estimate, over
-from indexcache_search.results.held_out import HeldOut, Row, SourceResult
+from indexcache_search.results.schema import HeldOut, Row, SourceResult
 from indexcache_search.results.variant import Kind
 
 

@@ -20,8 +20,8 @@ from indexcache_search.eval.measure import Compared, Done
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.results.held_out import ComparisonResult
 from indexcache_search.results.names import file_names, suffix, unique_names
+from indexcache_search.results.schema import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant, uniform_lines
 from indexcache_search.results.words import serving_flags
 from indexcache_search.strategies.budget.layers import Prices

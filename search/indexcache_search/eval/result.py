@@ -20,7 +20,7 @@ from indexcache_search.report.frontier import environment, section, spelt
 from indexcache_search.report.points import estimated, timed
 from indexcache_search.report.search.figures import changes_figure
 from indexcache_search.results import speed_table, tables
-from indexcache_search.results.held_out import ComparisonResult, Row, SpeedRow
+from indexcache_search.results.schema import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import WORK

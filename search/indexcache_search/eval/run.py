@@ -27,7 +27,7 @@ from indexcache_search.evaluation.identity import engine_identity, engine_words,
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
 from indexcache_search.results import speed_table, tables
-from indexcache_search.results.held_out import ComparisonResult, SpeedRow
+from indexcache_search.results.schema import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs

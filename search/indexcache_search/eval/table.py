@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.losses import Losses
-from indexcache_search.results.held_out import HeldOut, PricesResult, Row, SourceResult
 from indexcache_search.results.names import suffix
+from indexcache_search.results.schema import HeldOut, PricesResult, Row, SourceResult
 from indexcache_search.results.variant import BASELINE, BEST, MEAN, PHASE, Variant, VariantLosses
 from indexcache_search.strategies.budget.layers import Prices
 from sglang_indexcache.pattern.selection import PatternSelection

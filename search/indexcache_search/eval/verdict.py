@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, Row, SourceResult
+from indexcache_search.results.schema import HeldOut, Row, SourceResult
 from indexcache_search.results.variant import NAMED, PHASE
 
 

@@ -134,7 +134,7 @@ class Journal:
         return self._speeds.get(name)
 
     def add_speed(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Record rows of speed, see `results.held_out.SpeedRow`."""
+        """Record rows of speed, see `results.schema.SpeedRow`."""
         self._append({"speed": name, "rows": rows})
         self._speeds[name] = rows
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, PricesResult, Row, SpeedRow
+from indexcache_search.results.schema import HeldOut, PricesResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, PHASE, Kind
 from indexcache_search.strategies.budget.table import LatencyTable, known
 from sglang_indexcache import Pattern

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, SpeedRow, Spread
+from indexcache_search.results.schema import HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import BASELINE
 
 LEADING = 2  # columns that say what a line is of

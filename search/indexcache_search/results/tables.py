@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.results.held_out import HeldOut, Row
+from indexcache_search.results.schema import HeldOut, Row
 from indexcache_search.results.variant import BASELINE, PHASE
 from sglang_indexcache.pattern import FULL
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.engines.base import Engine
-from indexcache_search.results.held_out import CostResult, HeldOut, SearchResult, SpeedRow, StepResult
+from indexcache_search.results.schema import CostResult, HeldOut, SearchResult, SpeedRow, StepResult
 from indexcache_search.searching.search import Found
 from sglang_indexcache import PatternFile
 

@@ -13,7 +13,7 @@ import yaml
 from indexcache_search.report.advice import ALLOWANCE, choose
 from indexcache_search.report.points import estimated
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.schema import SearchResult
 from indexcache_search.results.words import counted, serving_flags, words_of
 from sglang_indexcache.io.errors import one_line
 

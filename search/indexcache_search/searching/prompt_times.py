@@ -10,7 +10,7 @@ from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.base import Send, TimesPrompts
 from indexcache_search.eval.speed.turns import FEWEST_TURNS, Load, Timed, measured
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.results.held_out import SpeedRow
+from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import Variant
 
 BASIS = (

@@ -11,7 +11,7 @@ from fractions import Fraction
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
-from indexcache_search.results.held_out import SearchResult, SpeedRow
+from indexcache_search.results.schema import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, Variant, VariantLosses
 from indexcache_search.searching import metrics, model_card
 from indexcache_search.searching.begin import Begun, begun

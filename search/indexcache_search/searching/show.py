@@ -6,7 +6,7 @@ from rich.console import Console
 
 from indexcache_search.console import command, serving
 from indexcache_search.results import speed_table, tables
-from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.schema import SearchResult
 from indexcache_search.results.words import counted
 from indexcache_search.searching import model_card
 from indexcache_search.searching.job import Files

@@ -31,7 +31,7 @@ from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.report.drawing import blank, svg
-from indexcache_search.results.held_out import ComparisonResult, HeldOut
+from indexcache_search.results.schema import ComparisonResult, HeldOut
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from sglang_indexcache import ModelLayers
 

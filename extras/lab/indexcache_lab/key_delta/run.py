@@ -33,7 +33,7 @@ from indexcache_search.evaluation.identity import engine_words, identity, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.judge import Judge
 from indexcache_search.hf.loading import set_quiet
-from indexcache_search.results.held_out import ComparisonResult
+from indexcache_search.results.schema import ComparisonResult
 from indexcache_search.results.variant import NAMED, Variant
 from indexcache_search.searching.begin import token_sets
 from indexcache_search.searching.job import Files, SearchData

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.report.drawing import GREY, blank, plain, svg
-from indexcache_search.results.held_out import ResultSection
+from indexcache_search.results.schema import ResultSection
 from indexcache_search.results.tables import fitted, with_error
 
 SCHEMA = "indexcache-offload/v2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from indexcache_search.errors import SearchError
-from indexcache_search.results.held_out import GainResult, SpeedRow, Spread
+from indexcache_search.results.schema import GainResult, SpeedRow, Spread
 from indexcache_search.results.variant import BASELINE, Variant
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import priced, table_of

@@ -13,7 +13,7 @@ from indexcache_search.engines.answers import Answer
 from indexcache_search.engines.timed_request import send
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.speed.turns import Load, Timed, measured
-from indexcache_search.results.held_out import SpeedRow
+from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import Variant
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import StatusError, ask

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.engines.timed_request import OPENING, Burst
-from indexcache_search.results.held_out import GainResult, SpeedRow, Spread
+from indexcache_search.results.schema import GainResult, SpeedRow, Spread
 from indexcache_search.results.variant import Variant
 
 FEWEST_TURNS = 5

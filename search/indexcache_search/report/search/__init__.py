@@ -8,7 +8,7 @@ from indexcache_search.report.frontier import environment, section, spelt
 from indexcache_search.report.points import Point, estimated
 from indexcache_search.report.search.figures import heat_map_figure, loss_figure
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import SearchResult
+from indexcache_search.results.schema import SearchResult
 from indexcache_search.results.words import serving_flags, words_of
 from sglang_indexcache import Pattern
 

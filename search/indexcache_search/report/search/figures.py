@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.report.drawing import BLUE, GREY, RED, blank, plain, svg
 from indexcache_search.results import tables
-from indexcache_search.results.held_out import HeldOut, SearchResult, SourceResult
+from indexcache_search.results.schema import HeldOut, SearchResult, SourceResult
 from indexcache_search.results.variant import BASELINE
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern import full_layer_count
