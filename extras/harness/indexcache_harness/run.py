@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from indexcache_harness.comparison import FILES
 from indexcache_harness.paired import ALPHA, Change, change, fewest_documents, p_of_falls, worse_by
 from indexcache_harness.samples import Samples, Score, lower_is_better, paired, read_samples
 from indexcache_harness.settings import Harness
+from indexcache_search.console import warn
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.endpoints import Endpoint
 from indexcache_search.eval.result import ever
@@ -122,7 +124,7 @@ def run(
     set_quiet()
     reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
-    unswitched = Unswitched(addresses)
+    unswitched = Unswitched(addresses, partial(warn, console))
     space = min(room(own(address), "--harness") for address in addresses)
     with (
         OwnFolder(output, "indexcache-eval", FILES, "--output", ever()).held() as folder,

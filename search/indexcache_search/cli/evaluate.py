@@ -16,6 +16,7 @@ from indexcache_search.cli.command import Config, OptionNeed, Version, applicati
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.cli.extra import with_options
 from indexcache_search.console import results, warn
+from indexcache_search.data import COMPARED
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob, comparisons
 from indexcache_search.eval.tasks import TASKS
@@ -123,19 +124,19 @@ def _times(speed: SpeedChoice) -> bool:
 
 
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
-COMPARED = OptionNeed("--evaluation or --tasks beside " + " or ".join(f"--{name}" for name in EXTRAS), _compares)
+COMPARES = OptionNeed("--evaluation or --tasks beside " + " or ".join(f"--{name}" for name in EXTRAS), _compares)
 NEEDS = {
-    **dict.fromkeys(("rows", "dry_run", "reply", "seq_len"), (COMPARED,)),
+    **dict.fromkeys(("rows", "dry_run", "reply", "seq_len"), (COMPARES,)),
     **dict.fromkeys(("pattern", "selection", "uniform", "restart", "engine", "device", "dtype", "batch_size"), (HERE,)),
     "retain": (HERE, OptionNeed("a --pattern file without @ and a retention", _compares_open_files)),
     **{name: tuple(map(_given, extra.needs)) for name, extra in EXTRAS.items()},
     "num_sequences": (
-        COMPARED,
+        COMPARES,
         OptionNeed("--evaluation", _reads_sources),
     ),
-    "max_increase": (COMPARED,),
+    "max_increase": (COMPARES,),
     "speed": (
-        COMPARED,
+        COMPARES,
         OptionNeed(
             "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
         ),
@@ -174,7 +175,7 @@ def evaluate(
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
         int | None,
-        number(f"Sequences, of all sources together. Default: 144, for the demo {demo.SEQUENCES}.", SEQUENCES),
+        number(f"Sequences, of all sources together. Default: {COMPARED}, for the demo {demo.SEQUENCES}.", SEQUENCES),
     ] = None,
     uniform: Annotated[bool, option("Compare with uniform patterns at all phases.")] = True,
     max_increase: Annotated[
@@ -241,7 +242,7 @@ def evaluate(
                 sources=tuple(evaluation or (demo.EVALUATION if is_demo and not tasks else ())),
                 tasks=generated.pop("names", ()),
                 seq_len=seq_len or (512 if is_demo else None),
-                sequences=num_sequences or Wish(demo.SEQUENCES if is_demo else 144),
+                sequences=num_sequences or Wish(demo.SEQUENCES if is_demo else COMPARED),
                 reply=reply,
                 rows=row_options,
                 only_shown=dry_run,

@@ -12,6 +12,7 @@ from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEQUENCES, TOKENS, Bounds
 from indexcache_search.cli.command import Config, Version, application, number, option, settings
 from indexcache_search.console import errors_in_one_line, messages, results
+from indexcache_search.data import COMPARED
 from indexcache_search.strategies import DEFAULT_RETAIN
 from indexcache_train.options import NumEvalSequences
 from sglang_indexcache import process
@@ -105,7 +106,9 @@ def evaluate(
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
     seq_len: Length = LONG,
-    num_sequences: Annotated[int | None, number("Sequences, of all sources together. Default: 144.", SEQUENCES)] = None,
+    num_sequences: Annotated[
+        int | None, number(f"Sequences, of all sources together. Default: {COMPARED}.", SEQUENCES)
+    ] = None,
     threshold: Annotated[
         str, option("Thresholds, each for all layers, or files of indexcache-lab key-delta search.")
     ] = "0.2,0.6,1.0",
@@ -142,7 +145,7 @@ def evaluate(
         data = ComparisonData(
             sources=tuple(evaluation),
             seq_len=seq_len,
-            sequences=num_sequences or Wish(144),
+            sequences=num_sequences or Wish(COMPARED),
             rows=options.row_options(rows),
             only_shown=dry_run,
         )
