@@ -30,7 +30,7 @@ install_all() { # by uv, the user's or one in the environment: a tenth of pip's 
     "$venv/bin/pip" install -q --upgrade "${projects[@]}"
     return
   fi
-  if command -v uv >/dev/null; then uv=uv; else "$venv/bin/pip" install -q uv || true; fi
+  if command -v uv >/dev/null; then uv=uv; else "$venv/bin/pip" install -q -c "$constraints" uv || true; fi
   mapfile -t options < <("$venv/bin/python" "$root/scripts/tools/pip_indexes.py")
   "$uv" pip install --python "$venv/bin/python" "${options[@]}" -c "$constraints" "${projects[@]}" && return
   echo "uv can't install it (see above): pip takes a few minutes" >&2

@@ -217,6 +217,50 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "compared.svg").stat().st_size > 5_000
 
 
+@pytest.mark.parametrize(
+    ("schema", "name", "broken"),
+    [
+        ("vendor.citation-file-format", "CITATION.cff", ("authors:", "writers:")),
+        ("vendor.github-workflows", ".github/workflows/ci.yml", ("runs-on:", "runs_on:")),
+        ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml", ("body:", "text:")),
+        ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/figure.yml", ("body:", "text:")),
+        ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/model.yml", ("body:", "text:")),
+    ],
+)
+def test_files_that_others_read_are_as_their_schemas_say(
+    schema: str, name: str, broken: tuple[str, str], tmp_path: Path
+) -> None:
+    other = tmp_path / Path(name).name
+    other.write_text((ROOT / name).read_text().replace(*broken))
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema]
+    for file, code in ((ROOT / name, 0), (other, 1)):
+        done = subprocess.run([*command, file], capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+
+
+def test_a_package_index_takes_the_distributions_and_pip_installs_both(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "build", "--outdir", tmp_path, ROOT], check=True, capture_output=True)
+    files = sorted(tmp_path.iterdir())
+    assert [file.suffix for file in files] == [".whl", ".gz"] or [file.suffix for file in files] == [".gz", ".whl"]
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    versions = set()
+    for file in files:
+        site = tmp_path / file.suffix[1:]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, file]
+        subprocess.run(pip, check=True, capture_output=True)
+        code = "import sglang_indexcache as s, indexcache_watch; print(s.__version__, s.__file__)"
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        command = [sys.executable, "-P", "-c", code]
+        said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        version, where = said.stdout.split()
+        assert Path(where).is_relative_to(site)
+        versions.add(version)
+    assert len(versions) == 1
+
+
 def test_what_docs_import_is_there() -> None:
     lines = []
     for page in (
