@@ -233,7 +233,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("enable_deterministic_inference",),
         without="SGLang 0.5.17 and 0.5.23 refuse it with their DSA backend",
     ),
-    Combination("several nodes", ("--nnodes",), "", ("nnodes",)),
+    Combination("several nodes", ("--nnodes",), _CPU, ("nnodes",), without="nodes on machines of their own"),
     Combination(
         "replicas",
         ("--dp-size",),

@@ -83,9 +83,9 @@ def finish(file: Path, log: Path) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_day_that_is_killed_ends_in_the_identical_folder(
-    model_folder: Path, token_file: Path, tmp_path: Path, times: int
+    model_folder: Path, token_file: Path, tmp_path: Path
 ) -> None:
     """Whoever comes back runs the same commands again, from the first."""
     log, draw = tmp_path / "log", random.Random(11)
@@ -93,7 +93,7 @@ def test_a_day_that_is_killed_ends_in_the_identical_folder(
     finish(whole, log)
     shortest = finish(whole, log)  # what a day takes that was done before, and so any day at least
     file, kills = run_file(model_folder, token_file, tmp_path / "killed"), 0
-    while kills < times:
+    while kills < 5:
         left = draw.uniform(0.0, shortest)
         for number in range(len(DAY)):
             process, began = begin(number, file, log), time.monotonic()

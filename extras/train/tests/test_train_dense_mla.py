@@ -215,6 +215,7 @@ def ended(rank: int) -> int:
     return trainer._last_end(100.0)
 
 
+@pytest.mark.slow
 def test_processes_whose_clocks_differ_end_at_the_same_step(tmp_path: Path) -> None:
     assert on_two_ranks(ended, tmp_path) == [6 + 32] * 2  # 80 s are left, at 2.5 s a step
 
