@@ -52,9 +52,8 @@ NEWEST = (  # files that run with the newest of every dependency, too: engine, k
 ARCHITECTURES = {"glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM"}
 
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # a run in a shell's background; commands under test would inherit
+# A shell starts what runs in its background with SIGINT ignored, and commands under test would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

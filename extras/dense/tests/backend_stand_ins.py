@@ -77,7 +77,7 @@ def tell(case: Case, selection: Selection, roles: str = PATTERN) -> None:
 
 
 def keep(backend: Any, case: Case) -> Any:
-    """What `DenseGqaSglang.loaded` hands to a backend."""
+    """Hand a backend what `DenseGqaSglang.loaded` does."""
     told = {layer.layer_id: LayerRole.of(layer) for layer in case.layers}
     backend.indexcache_pages = {
         layer: LayerPages.allocate(role.selection, case.keys[layer], len(LENGTHS), CONTEXT)
@@ -96,7 +96,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, scale: float) -> tupl
 
 
 def reference(case: Case, queries: list[Tensor], lengths: list[int], selection: Selection) -> list[Tensor]:
-    """What each layer gives, one request after the other, by the kernels' definitions."""
+    """Compute each layer's output, one request after the other, by the kernels' definitions."""
     budget, chosen = budget_of(selection), list[Tensor]()
     outputs = []
     for layer, q in zip(case.layers, queries, strict=True):
@@ -181,7 +181,7 @@ class DecodeMetadata:
 
 
 class FlashInferStandIn:
-    """What SGLang's backend does around it."""
+    """Stand-in for SGLang's backend around it."""
 
     def __init__(self, case: Case, batch_size: int) -> None:
         self.case, self.token_to_kv_pool = case, case

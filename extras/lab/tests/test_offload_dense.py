@@ -42,7 +42,7 @@ def dense_engine() -> PageEngine:
 
 
 def test_pages_that_decoding_chooses_are_numbered() -> None:
-    """Those of each step alone, in their order; what is empty stands behind."""
+    """Pages of each step alone come in their order, with empty places behind them."""
     engine, data = dense_engine(), random_tokens(2, 40)
     selection = replace(PAGES, pages=3, recent_pages=1, steps=ReusePolicy.parse("ema:0.9"))
     prompt = np.broadcast_to(np.arange(40) < 40 - STEPS, (2, 40))

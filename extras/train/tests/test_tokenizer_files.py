@@ -1,4 +1,4 @@
-"""What belongs to a tokenizer, and what does not."""
+"""Find the files of a tokenizer, and no others."""
 
 from __future__ import annotations
 
