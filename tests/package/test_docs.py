@@ -108,6 +108,15 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(page), target
 
 
+def test_pages_of_the_site_link_to_what_the_site_has() -> None:
+    """A file that is there, but not on the site, would end a strict build."""
+    shown = {ROOT / source for source in site.outside().values()} | {file for file in DOCS.rglob("*") if file.is_file()}
+    for path in sorted(page for page in shown if page.suffix == ".md"):
+        for target in LINK.findall(FENCE.sub("", path.read_text())):
+            place = target.partition("#")[0]
+            assert re.match(r"\w+:", target) or not place or (path.parent / place).resolve() in shown, (path, target)
+
+
 def test_readme_is_one_screen_that_begins_with_a_command() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("    "))
