@@ -1,4 +1,4 @@
-"""The comparison with bench_serving: what its servers are started with, what it reads, what counts as a difference."""
+"""The comparison with bench_serving: what it reads, what counts as a difference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import json
 import types
 
 from indexcache_search.results.schema import SpeedRow, Spread
-from scripts.bench.serving.speed import cell, flags, with_text
-
-
-def test_an_engines_arguments_are_those_of_a_server() -> None:
-    engine = {"page_size": 64, "disable_radix_cache": True, "trust_remote_code": False, "cuda_graph_bs_decode": [1, 2]}
-    expected = ["--page-size", "64", "--disable-radix-cache", "--cuda-graph-bs-decode", "1", "2"]
-    assert list(flags({**engine, "json_model_override_args": {}})) == [*expected, "--json-model-override-args", "{}"]
+from scripts.bench.serving.speed import cell, with_text
 
 
 def test_tokens_without_a_text_get_one_and_nothing_else_changes() -> None:

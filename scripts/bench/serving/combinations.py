@@ -4,12 +4,15 @@
         --server-args "--load-format dummy --skip-tokenizer-init --page-size 64 ..." \
         plain= tp="--tp-size 2" mtp="--speculative-algorithm EAGLE ..."
 
-Each cell is NAME=FLAGS. It starts two servers with these flags: ours with the pattern, and SGLang's with
-`index_topk_pattern`. Both answer the same prompts one by one, some longer than a chunk, one behind a prefix hit, and
-requests that are aborted among them. Tokens must be equal; the largest difference of logprobs is printed, with what our
-server counted in its passes. In NAME=FLAGS ++ MORE only our server has MORE; a pattern with blocks of queries, which
-SGLang has no switch for, is compared with our server without MORE. A storm (`scripts.bench.serving.soak`)
-follows in the cells that `--storm` names. The exit code is 1 if anything differs or fails.
+Each cell is NAME=FLAGS. It starts three servers with these flags: ours with the pattern, SGLang's with its own switch,
+and SGLang's with all indexers. They answer the same prompts one by one, some longer than a chunk, one behind a prefix
+hit, and requests that are aborted among them. Tokens of the first two must be equal; the largest difference of logprobs
+is printed, with what our server counted in its passes. Some versions ignore some spellings of the switch and say
+nothing: a cell fails if SGLang's answers with the switch are no nearer to ours than to those with all indexers.
+
+In NAME=FLAGS ++ MORE only our server has MORE; a pattern with blocks of queries, which SGLang has no switch for, is
+compared with our server without MORE. A storm (`scripts.bench.serving.soak`) follows in the cells that `--storm` names.
+The exit code is 1 if anything differs or fails.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from urllib.request import Request, urlopen
 
 from indexcache_search.engines.own_server import free_port
 from scripts.bench.serving.soak import Storm
+from sglang_indexcache import Pattern
+from sglang_indexcache.families import describe, family_of
 
 TIMEOUT = 300
 CLOSE = 0.1  # nats by which logprobs may differ in a storm: bfloat16, in batches of other sizes
 STEPS = 12
+OURS, SWITCH, FULL = "ours", "sglang", "full"
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.common = ("--model-path", options.model, *shlex.split(options.server_args))
+        if options.pattern and "+" not in options.pattern:
+            config = json.loads((Path(options.model) / "config.json").read_text())
+            adapter = family_of(describe(config, options.model).architecture).sglang
+            self.switch = adapter.to_overrides({}, Pattern.parse(options.pattern))
         rng = random.Random(3)  # noqa: S311
         longest = [rng.randrange(10, options.vocabulary) for _ in range(max(options.lengths))]
         self.prompts = [
@@ -80,50 +90,54 @@ class Bench:
         self.prompts = [longest, *self.prompts, longest[: options.lengths[0] * 3 // 4] + self.prompts[-1][:40]]
 
     def run(self, cell: Cell) -> bool:
-        """Compare both servers of `cell`; print a line, and return whether they agree."""
+        """Compare the servers of `cell`; print a line, and return whether they agree."""
+        pattern = self.options.pattern
+        servers = [OURS, SWITCH, *([FULL] if "S" in pattern and "+" not in pattern else [])]
         try:
-            with ThreadPoolExecutor(2) as pool:
-                mine, theirs = pool.map(lambda which: self._answers(cell, which), ("ours", "sglang"))
+            with ThreadPoolExecutor(len(servers)) as pool:
+                mine, theirs, *full = pool.map(lambda which: self._answers(cell, which), servers)
         except Exception as error:
             print(f"{cell.name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
             if not isinstance(error, (OSError, RuntimeError)):
                 traceback.print_exc()
             return False
         (found, state, problems), (expected, _, _) = mine, theirs
-        same = [one.ids == two.ids for one, two in zip(found, expected, strict=True)]
-        differences = [
-            abs(a - b)
-            for one, two in zip(found, expected, strict=True)
-            for a, b in zip(one.logprobs, two.logprobs, strict=True)
-        ]
+        distance = Distance.of(found, expected)
         hits = [one.cached for one in found]
         counts = [item.get("counted") for item in state]
         print(
-            f"{cell.name}: {sum(same)} of {len(same)} equal, logprobs differ by at most {max(differences):.2g},"
-            f" in the mean {sum(differences) / len(differences):.2g}, cached {hits},"
+            f"{cell.name}: {len(found) - distance.prompts} of {len(found)} equal, logprobs differ by at most"
+            f" {distance.largest:.2g}, in the mean {distance.mean:.2g}, cached {hits},"
             f" counted {json.dumps(counts)}, {len(problems)} problems{''.join(f'; {item}' for item in problems[:3])}",
             flush=True,
         )
         keys = ("proven", "pattern", "grouped", "sharded", "saved_kv_bytes_per_token", "saved_weight_bytes")
         print(f"    {json.dumps([{key: item[key] for key in keys if key in item} for item in state])}", flush=True)
-        return all(same) and not problems and all(item["proven"] for item in state)
+        effective = True
+        if full:
+            away = Distance.of(expected, full[0][0])
+            effective = distance < away
+            verdict = "runs the pattern" if effective else "IGNORED: answers like all F"
+            print(f"    SGLang's switch {verdict}: from all F {away}; from ours {distance}", flush=True)
+        proven = bool(state) == bool(pattern) and all(item["proven"] for item in state)
+        return distance.prompts == 0 and effective and not problems and proven
 
     def _answers(self, cell: Cell, which: str) -> tuple[list[Served], list[Any], list[str]]:
-        pattern, switch = self.options.pattern, {"index_topk_pattern": self.options.pattern}
-        own = list(cell.ours) if which == "ours" else []
-        if which == "ours" or "+" in pattern:
+        pattern = self.options.pattern
+        own = list(cell.ours) if which == OURS else []
+        if which == OURS or "+" in pattern:
             module = "sglang_indexcache.launch_server"
             own += ["--indexcache-pattern", pattern] if pattern else []
         else:
             module = "sglang.launch_server"
-            own += ["--json-model-override-args", json.dumps(switch)] if pattern else []
+            own += ["--json-model-override-args", json.dumps(self.switch)] if pattern and which == SWITCH else []
         log = self.options.logs / f"{cell.name}.{which}.log"
         with self._running(("-m", module, *own, *self.common, *cell.flags), log) as (url, pid):
             found = [self._ask(url, prompt, f"{number}") for number, prompt in enumerate(self.prompts[:-1])]
             self._abort(url)
             found.append(self._ask(url, self.prompts[-1], "last"))
             problems: list[str] = []
-            if cell.name in self.options.storm:
+            if cell.name in self.options.storm and which != FULL:
                 storm = Storm(url, self.options.vocabulary, self.options.longest, self.options.context, close=CLOSE)
                 storm.run(self.options.requests, 64, pid)
                 problems = storm.problems
@@ -177,6 +191,36 @@ class Bench:
             subprocess.run(["pkill", "-9", "-s", str(process.pid)], check=False)
             process.kill()
             process.wait()
+
+
+@dataclass(frozen=True, order=True)
+class Distance:
+    """How far the answers of two servers are apart; the smaller one is nearer.
+
+    Attributes:
+        prompts: number of those that have other tokens.
+        largest: difference of logprobs, in nats, up to the first token that differs.
+        mean: of these differences.
+    """
+
+    prompts: int
+    largest: float
+    mean: float
+
+    @classmethod
+    def of(cls, one: Sequence[Served], other: Sequence[Served]) -> Distance:
+        differences = [0.0]
+        for left, right in zip(one, other, strict=True):
+            same = next(
+                (at for at, (a, b) in enumerate(zip(left.ids, right.ids, strict=False)) if a != b), len(left.ids)
+            )
+            pairs = list(zip(left.logprobs, right.logprobs, strict=False))
+            differences += [abs(a - b) for a, b in pairs[: len(left.logprobs) - len(left.ids) + same]]
+        prompts = sum(left.ids != right.ids for left, right in zip(one, other, strict=True))
+        return cls(prompts, max(differences), sum(differences) / len(differences))
+
+    def __str__(self) -> str:
+        return f"{self.prompts} other answers, {self.largest:.2g} nats"
 
 
 def _get(url: str, path: str) -> str:

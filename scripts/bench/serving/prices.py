@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_search.strategies.budget.table import LatencyTable
+from scripts.bench.serving.conditions import PLAIN, Condition, ports
+from scripts.bench.serving.engines import Engine
 from scripts.bench.serving.layer_times import cumulated
-from scripts.bench.serving.prefill import PLAIN, Engine, split
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern.indexer_setting import QUERIES
 
@@ -29,7 +30,9 @@ SCHEMA = "indexcache-prices/v1"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", help="NAME=LETTERS, whole prompts to compare the table with")
+    parser.add_argument(
+        "checks", nargs="*", type=Condition.parse, help="NAME=LETTERS, whole prompts to compare the table with"
+    )
     parser.add_argument("--model", required=True, type=Path, help="folder with config.json, 14 layers or more")
     parser.add_argument("--name", required=True, help="name of the table")
     parser.add_argument("--lengths", default="16384,32768,65536,131072", help="tokens of the prompts, the longest last")
@@ -45,9 +48,11 @@ def main() -> None:
         hooked = argparse.Namespace(
             **vars(options) | {"engine": json.dumps(engine | {"forward_hooks": hooks(times, chunk)})}
         )
-        engines = {"kinds": Engine("kinds", pattern.letters, hooked, Path(folder))}
+        places = ports()
+        engines = {"kinds": Engine(Condition("kinds", pattern), hooked, Path(folder), next(places))}
         engines |= {
-            name: Engine(name, letters, options, Path(folder)) for name, letters in map(split, [PLAIN, *options.checks])
+            condition.name: Engine(condition, options, Path(folder), next(places))
+            for condition in (Condition(PLAIN, None), *options.checks)
         }
         for name, item in engines.items():
             answer = item.ready()
@@ -56,14 +61,16 @@ def main() -> None:
         for length in lengths:
             for turn in range(options.rounds + 1):  # the first one warms up
                 for name, item in engines.items():
-                    answer = item.ask(cell=str(length), seed=turn)
+                    answer = item.ask(cell=str(length), turn=turn)
+                    if "error" in answer:
+                        raise SystemExit(f"{name}, {length} tokens: {answer['error']}")
                     if turn:
                         kept = whole[name].setdefault(length, {"prefill_ms": [], "decode_ms": []})
                         for kind, values in kept.items():
                             values.append(answer[kind])
             medians = {name: round(statistics.median(item[length]["prefill_ms"]), 1) for name, item in whole.items()}
             print(f"{length}: {medians}", flush=True)
-        engines["kinds"].ask(cell="1024", seed=0)  # a chunk's times are written when the next one begins
+        engines["kinds"].ask(cell="1024", turn=0)  # a chunk's times are written when the next one begins
         prompts = cumulated(times, lengths[-1] // chunk, options.rounds)
         for item in engines.values():
             item.end()
@@ -148,17 +155,18 @@ def table(
         "checks": [],
     }
     prices = LatencyTable.model_validate(content)
-    for name, letters in map(split, options.checks):
+    for condition in options.checks:
         for length in lengths:
-            measured = statistics.median(whole[name][length]["prefill_ms"])
+            values = whole[condition.name][length]["prefill_ms"]
+            measured = statistics.median(values)
             content["checks"].append(
                 {
-                    "pattern": letters,
+                    "pattern": condition.pattern.letters,
                     "context": length,
                     "measured_ms": round(measured, 1),
-                    "expected_ms": round(prices.at(length).prompt_ms(Pattern.parse(letters)), 1),
+                    "expected_ms": round(prices.at(length).prompt_ms(condition.pattern), 1),
                     "plain_ms": round(statistics.median(whole[PLAIN][length]["prefill_ms"]), 1),
-                    "spread": round((max(values := whole[name][length]["prefill_ms"]) - min(values)) / measured, 4),
+                    "spread": round((max(values) - min(values)) / measured, 4),
                 }
             )
     return content

@@ -44,6 +44,7 @@ from indexcache_search.eval.speed.servers import check
 from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import NAMED, Variant
+from scripts.bench.serving.conditions import flags
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.http.address import Address
@@ -106,20 +107,6 @@ def started(options: argparse.Namespace, stack: contextlib.ExitStack) -> dict[st
         wait(process, found[name])
         print(f"{name}: up at {found[name]}", flush=True)
     return found
-
-
-def flags(arguments: dict[str, Any]) -> Iterator[str]:
-    """Write arguments of SGLang's engine as those of its server."""
-    for name, value in arguments.items():
-        if value is False:
-            continue
-        yield "--" + name.replace("_", "-")
-        if value is not True:
-            yield from (
-                map(str, value)
-                if isinstance(value, list)
-                else [json.dumps(value) if isinstance(value, dict) else str(value)]
-            )
 
 
 def wait(process: subprocess.Popen[bytes], url: str) -> None:
