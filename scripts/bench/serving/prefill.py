@@ -1,4 +1,4 @@
-"""Times of prompts and of decoding steps, of SGLang's engines that take turns in one run. Needs SGLang and a GPU.
+r"""Times of prompts and of decoding steps, of SGLang's engines that take turns in one run. Needs SGLang and a GPU.
 
     python -m scripts.bench.serving.prefill --model GLM-5-rank --lengths 32768,131072 plain all-f=F*16 'plan=FSFF+0q4'
     python -m scripts.bench.serving.prefill --model GLM-5-rank --lengths 131072 --decode-only 8x131072,32x32768 plain \
