@@ -92,11 +92,11 @@ def test_one_bad_engine_costs_nothing(
         "shared=FSSFSS",
         "ignored-switch=FSSFSS",
     )
-    limits = ("--start", "20", "--lengths", "40,2x30,900", "--at-once", "4")
+    limits = ("--start", "30", "--lengths", "40,2x30,900", "--at-once", "4")
     code, found = run(monkeypatch, tmp_path, *limits, *conditions)
     lost = {name: item["lost"] for name, item in found.items() if "lost" in item}
     assert code == 1 and list(lost) == ["refused", "hangs", "liar", "later"]
-    assert lost["refused"] == "ValueError: 20 heads are refused" and lost["hangs"].startswith("no answer within 20 s")
+    assert lost["refused"] == "ValueError: 20 heads are refused" and lost["hangs"].startswith("no answer within 30 s")
     assert lost["liar"] == "serves FFFFFF, expected FSSFSS" and lost["later"].endswith("out of memory")
     for name in ("plain", "shared", "ignored-switch"):
         times = found[name]["times"]
@@ -124,9 +124,9 @@ def test_the_limit_ends_a_run_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hanging = 'hangs=plain ++ {"fail": "hang at start"}'
-    code, found = run(monkeypatch, tmp_path, "--limit", "6", "--lengths", "30", "plain", hanging)
+    code, found = run(monkeypatch, tmp_path, "--limit", "25", "--lengths", "30", "plain", hanging)
     assert code == 1 and found["hangs"]["lost"] == "not up when the time was over"
-    assert "start" in found["plain"] and "stopped after 6 s" in capsys.readouterr().out
+    assert "start" in found["plain"] and "stopped after 25 s" in capsys.readouterr().out
 
 
 def test_a_condition_that_is_none_ends_before_engines_start(

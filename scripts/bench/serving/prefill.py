@@ -130,7 +130,13 @@ class Bench:
             return None
 
         with ThreadPoolExecutor(options.at_once or max(1, len(conditions))) as pool:
-            answers = list(pool.map(start, asked))
+            try:
+                answers = list(pool.map(start, asked))
+            except BaseException:  # of SIGTERM or Ctrl-C: none that starts is waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                for engine in list(self._engines.values()):
+                    engine.end()
+                raise
         ready = {condition.name: answer for condition, answer in zip(conditions, answers, strict=True) if answer}
         self._engines = {name: self._engines[name] for name in ready}  # in the order of the command line
         for name, answer in ready.items():
@@ -159,6 +165,7 @@ class Bench:
         kinds = ("decode_ms", "cached") if alone else ("prefill_ms", "decode_ms")
         try:
             for turn in range(self._options.rounds + 1):  # the first one warms up
+                self._limit.left(1)
                 for name in list(self._engines):
                     if cell in self.results[name]["failed"]:
                         continue

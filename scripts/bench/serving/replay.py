@@ -3,7 +3,7 @@
 SGLang's `bench_serving` is not the client, since of 0.5.23's none of these can be had: turns of token ids (its turns
 are chats, which need the server's tokenizer), lengths and times of arrival that are given, tokens of a server without a
 tokenizer (it counts events with text), and a request that got fewer tokens than asked for as a failed one. Times mean
-what they mean there; `tests/scripts/test_bench_traffic_live.py` compares goodput with its own.
+what they mean there; `tests/live/test_traffic.py` compares goodput with its own.
 """
 
 from __future__ import annotations
