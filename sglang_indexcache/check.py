@@ -167,7 +167,14 @@ def _environment(options: argparse.Namespace) -> int:
 
 def _known(options: argparse.Namespace) -> int:
     found = known.known_patterns()
-    listed = [{"path": str(item.path), **item.file.model_dump(mode="json", by_alias=True)} for item in found]
+    listed = [
+        {
+            "path": str(item.path),
+            **item.file.model_dump(mode="json", by_alias=True),
+            "estimates": known.estimates(item),
+        }
+        for item in found
+    ]
     _write(options, listed, known.as_text(found))
     return 0
 

@@ -5,11 +5,14 @@ Their letters were compared with the source that each file names; what they lose
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.io.errors import PatternFileError
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile, PublishedSection
 
@@ -59,6 +62,23 @@ class KnownPattern:
         return (self.file.model.architecture, len(self.pattern)) == (architecture, num_layers)
 
 
+class Gains(ABC):
+    """What an extension of the group `gains` knows of the speed of published patterns; made without arguments."""
+
+    @abstractmethod
+    def lines(self, known: KnownPattern) -> Sequence[str]:
+        """Return what a pattern gains, a line for each estimate."""
+
+
+def estimates(known: KnownPattern) -> list[str]:
+    """Return what a pattern gains, by all extensions that know something of it.
+
+    Raises:
+        ExtensionError: if one can't be loaded.
+    """
+    return [line for gains in extensions("gains", Gains).values() for line in gains().lines(known)]
+
+
 @cache
 def known_patterns() -> tuple[KnownPattern, ...]:
     """Return all published patterns, by the name of their file."""
@@ -66,13 +86,13 @@ def known_patterns() -> tuple[KnownPattern, ...]:
 
 
 def as_text(patterns: tuple[KnownPattern, ...]) -> str:
-    """Return a paragraph for each pattern: path, model, letters, and who published it."""
+    """Return a paragraph for each pattern: path, model, letters, who published it, and what it is estimated to gain."""
     return "\n\n".join(
         f"{known.path}\n"
         f"  model      {known.file.model.name}: {known.file.model.architecture}, {len(known.pattern)} layers\n"
         f"  pattern    {known.pattern}\n"
         f"  kept       {known.kept} layers F\n"
         f"  published  {known.published.date} by {known.published.by}; not verified here\n"
-        f"  source     {known.published.source}"
+        f"  source     {known.published.source}" + "".join(f"\n  estimate   {line}" for line in estimates(known))
         for known in patterns
     )

@@ -216,6 +216,7 @@ def serve(options: argparse.Namespace) -> None:
     """Run one engine: greedy tokens of fixed prompts, then times of what is asked for on standard input."""
     import sglang
     import torch
+    import triton
 
     begin, arguments = time.perf_counter(), json.loads(options.engine)
     engine = sglang.Engine(model_path=str(options.model), **arguments)
@@ -225,7 +226,7 @@ def serve(options: argparse.Namespace) -> None:
         answer = engine.generate(input_ids=prompt(length, 0, options.vocabulary), sampling_params=parameters)
         greedy.append({"tokens": answer["output_ids"]})
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    about = {"sglang": sglang.__version__, "torch": torch.__version__, "device": device}
+    about = {"sglang": sglang.__version__, "torch": torch.__version__, "triton": triton.__version__, "device": device}
     give({"start_s": time.perf_counter() - begin, **served(engine), "greedy": greedy, "about": about})
     cached = not arguments.get("disable_radix_cache")
     for line in sys.stdin:

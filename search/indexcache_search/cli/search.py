@@ -192,7 +192,8 @@ def search(
             " with the model's own: 0.4, or 0.4@65536 for prompts of 65,536 tokens (131072). Its F layers may select"
             " for blocks of prompt queries, and the last quarter of each sequence counts, unless --reply says"
             " otherwise. Keys: queries (sizes of blocks; 2/4/8/16), prices (a latency table: glm-5-tp8, glm-5-dp,"
-            " deepseek-v3.2-tp8 or a file; the model's).",
+            " deepseek-v3.2-tp8 or a file; the model's). These three are of layers alone, without experts and"
+            " all-reduces: a whole model's share is larger.",
             "SHARE",
         ),
     ] = None,

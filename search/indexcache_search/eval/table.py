@@ -46,8 +46,16 @@ def tabulated(
         scored_tokens=data.scored_tokens,
         sha256=data.sha256,
         rows=table,
-        prices=None if prices is None else PricesResult(table=prices.table, context=prices.context, words=prices.words),
+        prices=_priced(rows[0].line, prices),
     )
+
+
+def _priced(baseline: Variant, prices: Prices | None) -> PricesResult | None:
+    if prices is None:
+        return None
+    native = baseline.letters if prices.whole else None
+    took = None if native is None else round(prices.prompt_ms(native), 1)
+    return PricesResult(table=prices.table, context=prices.context, words=prices.words, baseline_ms=took)
 
 
 def _described(line: Variant) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -21,7 +21,10 @@ Source = Literal["measured", "estimated"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of prompts, of which 1 is the baseline's, with an interval; `ms` is the time, where it was measured."""
+    """Speed of prompts, of which 1 is the baseline's, with an interval.
+
+    `ms` is the time, where it was measured, or estimated for the whole model.
+    """
 
     value: float
     low: float
@@ -123,15 +126,22 @@ def estimated(held_out: HeldOut) -> Frontier | None:
     """Return the patterns of a table with the speeds that its prices give; see `_whole`."""
     groups, prices = _groups(held_out), held_out.prices
     speeds, error = _estimates([rows[0] for rows in groups], prices)
+    took = _baseline_ms(groups[0][0], prices, {context for known_speeds in speeds for context in known_speeds})
     points = [
-        _point(rows, {context: _interval(value, rows[0].kind, error) for context, value in known_speeds.items()})
+        _point(
+            rows,
+            {
+                context: _interval(value, rows[0].kind, error, took.get(context))
+                for context, value in known_speeds.items()
+            },
+        )
         for rows, known_speeds in zip(groups, speeds, strict=True)
     ]
     frontier = Frontier(
         points=tuple(points),
         sources=tuple(held_out.sources),
         contexts=tuple(sorted({context for known_speeds in speeds for context in known_speeds})),
-        words="" if prices is None else f"sums of the times of single layers of {prices.words}",
+        words="" if prices is None else f"sums of the times of layers of {prices.words}",
         largest_error=error,
     )
     return _whole(held_out, frontier)
@@ -235,9 +245,20 @@ def _estimates(rows: Sequence[Row], prices: PricesResult | None) -> tuple[list[d
     return reckoned, table.largest_error
 
 
-def _interval(value: float, kind: Kind, error: float | None) -> Speed:
+def _baseline_ms(row: Row, prices: PricesResult | None, contexts: Collection[int]) -> dict[int, float]:
+    """Return the baseline's time by context, where it is known for the whole model."""
+    if prices is None or prices.baseline_ms is None:
+        return {}
+    if set(contexts) <= {prices.context}:
+        return {prices.context: prices.baseline_ms}
+    table, native = LatencyTable.load(prices.table), Pattern.parse(str(row.pattern))
+    return {context: table.at(context).prompt_ms(native) for context in contexts}
+
+
+def _interval(value: float, kind: Kind, error: float | None, baseline_ms: float | None) -> Speed:
     share = 0.0 if kind == BASELINE or error is None else error
-    return Speed(value, value * (1 - share), value * (1 + share))
+    time = None if baseline_ms is None else baseline_ms / value
+    return Speed(value, value * (1 - share), value * (1 + share), time)
 
 
 def _speed(row: SpeedRow) -> Speed:

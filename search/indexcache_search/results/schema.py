@@ -64,11 +64,15 @@ class Row(ResultSection):
 
 
 class PricesResult(ResultSection):
-    """The latency table that was used: its name, tokens of a prompt, and in words what was measured."""
+    """The latency table that was used: its name, tokens of a prompt, and in words what was measured.
+
+    `baseline_ms` is the baseline's time of such a prompt, if the table is of whole models.
+    """
 
     table: str
     context: int
     words: str
+    baseline_ms: float | None = None
 
 
 class HeldOut(ResultSection):

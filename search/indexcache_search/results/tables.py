@@ -75,7 +75,8 @@ def speed_line(held_out: HeldOut) -> str:
     prices = held_out.prices
     if prices is None:
         return ""
-    return f"{tokens(prices.context)}: prefill speed for as many tokens, by the times of {prices.words}"
+    whole = "" if prices.baseline_ms is None else f" (1x is {prices.baseline_ms:,.0f} ms for the whole model)"
+    return f"{tokens(prices.context)}: prefill speed for as many tokens{whole}, by the times of {prices.words}"
 
 
 def label(row: Row) -> str:

@@ -45,7 +45,7 @@ class Budget:
             )
         prices = priced(model, table, self.context)
         for number in queries:
-            if number not in prices.full:
+            if prices.has_blocks and number not in prices.full:
                 known = ", ".join(str(item) for item in prices.full if item > 1)
                 raise SearchError(f"--prefill: queries has {number}, but {table.name} has times of {known}")
         return prices
@@ -95,10 +95,11 @@ class Settings:
         queries = tuple(sorted({number for number in self.queries if number <= model.index_topk}))
         if not queries:
             raise SearchError(f"--prefill: queries of at most {model.index_topk} were expected, as the model selects")
+        prices = self.prefill.prices(model, queries)
         return TimeGoal(
             share=self.prefill.share,
-            prices=self.prefill.prices(model, queries),
-            queries=queries,
+            prices=prices,
+            queries=queries if prices.has_blocks else (),
             most_full=self._most_full(model),
         )
 

@@ -54,7 +54,8 @@ class TimeGoal(BudgetGoal):
     Attributes:
         share: of the prefill time.
         prices: latencies of layers.
-        queries: for how many prompt queries at a time an `F` layer may select, besides 1, rising.
+        queries: for how many prompt queries at a time an `F` layer may select, besides 1, rising; none if the table
+            has no times of such.
         most_full: maximum number of `F` layers, each of which runs its indexer while decoding.
     """
 

@@ -55,7 +55,7 @@ class BudgetFit:
         self._shares: dict[IndexerSetting, int] = {}
         for guide in guides:
             self._guess_from(guide)
-        if not guides:
+        if not guides and goal.queries:
             self._measure([IndexerSetting(layer=layer, queries=self._sizes[-1]) for layer in pattern.full_layers])
 
     @staticmethod

@@ -26,6 +26,7 @@ class Prices:
         decode_full: an `F` layer in a decoding step.
         decode_shared: an `S` layer there.
         unlike: in what the model is of another shape; empty if in nothing.
+        whole: whether experts, and what ranks send each other, are in them.
     """
 
     table: str
@@ -37,6 +38,12 @@ class Prices:
     decode_full: float
     decode_shared: float
     unlike: str = ""
+    whole: bool = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are times of blocks of queries; servers that divide a prompt's tokens among ranks have none."""
+        return len(self.full) > 1
 
     def group(self, queries: int, followers: int) -> float:
         """Return the time of an `F` layer that selects for `queries`, with the `S` layers that follow it."""

@@ -39,10 +39,12 @@ class BudgetSearch(Lazy):
         budget, native = _budget_of(goal), goal.native
         fewest = native.keeping([*native.full_layers[:1]])
         if not BudgetFit.possible(fewest, budget, native):
-            least = budget.prices.prompt_share(fewest.selecting_for(0, max(budget.queries)), native)
+            largest = max(budget.queries, default=1)
+            least = budget.prices.prompt_share(fewest.selecting_for(0, largest), native)
+            blocks = f" in blocks of {largest}" if budget.queries else ""
             raise SearchError(
                 f"--prefill is {budget.share:g}, expected at least {math.ceil(least * 1000) / 1000}: what one F layer"
-                f" in blocks of {max(budget.queries)} takes at {budget.prices.context} tokens"
+                f"{blocks} takes at {budget.prices.context} tokens"
             )
 
     def find(self, problem: Problem) -> Outcome:

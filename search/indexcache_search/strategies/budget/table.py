@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
+from indexcache_search.strategies.budget.sections import (
+    Check,
+    Count,
+    DecodeTimes,
+    PromptTimes,
+    TableSection,
+    WholeModel,
+)
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.families import family_of
 from sglang_indexcache.io.atomic import read_json_object, read_regular
@@ -20,52 +29,14 @@ from sglang_indexcache.io.errors import FileError
 
 TABLES = Path(__file__).with_name("tables")
 MOST_BYTES = 1 << 20
-
-Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Blocks = dict[Count, list[Milliseconds]]
-
-
-class TableSection(BaseModel):
-    """A part of a table, frozen; unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PromptTimes(TableSection):
-    """Milliseconds of a layer in prompts, by context.
-
-    Attributes:
-        full_ms: of an `F` layer, by the number of queries for which it selects at a time.
-        shared_ms: of an `S` layer behind such a selection.
-        rest_ms: what a prompt takes beside its layers; within the errors of the others it may be negative.
-    """
-
-    full_ms: Blocks
-    shared_ms: Blocks
-    rest_ms: list[Annotated[float, Field(allow_inf_nan=False)]]
-
-
-class DecodeTimes(TableSection):
-    """Milliseconds of an `F` and of an `S` layer in a decoding step of one request, by context."""
-
-    full_ms: list[Milliseconds]
-    shared_ms: list[Milliseconds]
-
-
-class Check(TableSection):
-    """A whole prompt of a pattern as measured, and as the table has it; `plain_ms` is SGLang's without a pattern."""
-
-    pattern: str
-    context: Count
-    measured_ms: Milliseconds
-    expected_ms: Milliseconds
-    plain_ms: Milliseconds
-    spread: float
+WHOLE = "indexcache-prices/v2"
 
 
 class LatencyTable(TableSection):
     """Times of one model's shape on one device.
+
+    Tables of `indexcache-prices/v1` have times of layers alone, with a small dense MLP on one rank; those of v2 say
+    what a whole model takes.
 
     Attributes:
         name: what the shape is.
@@ -84,11 +55,12 @@ class LatencyTable(TableSection):
         contexts: tokens of the prompts, rising.
         prompt: times of a prompt.
         decode: times of a decoding step behind it.
+        whole: what a whole model takes; in tables of v2 alone.
         checks: whole prompts to compare with.
         notes: what else a reader must know.
     """
 
-    schema_: Literal["indexcache-prices/v1"] = Field(alias="schema")
+    schema_: Literal["indexcache-prices/v1", "indexcache-prices/v2"] = Field(alias="schema")
     name: str
     device: str
     versions: dict[str, str]
@@ -105,19 +77,31 @@ class LatencyTable(TableSection):
     contexts: Annotated[list[Count], Field(min_length=1)]
     prompt: PromptTimes
     decode: DecodeTimes
-    checks: list[Check] = []
+    whole: WholeModel | None = None
+    checks: list[Check] = Field(default_factory=list)
     notes: str = ""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        prompt, decode = self.prompt, self.decode
+        prompt, decode, whole = self.prompt, self.decode, self.whole
         if any(first >= second for first, second in pairwise(self.contexts)):
             raise ValueError("contexts do not rise")
         if 1 not in prompt.full_ms or set(prompt.full_ms) != set(prompt.shared_ms):
             raise ValueError("full_ms and shared_ms need the same blocks, 1 among them")
         rows = [*prompt.full_ms.values(), *prompt.shared_ms.values(), prompt.rest_ms, decode.full_ms, decode.shared_ms]
+        rows += [] if whole is None else [whole.expert_ms, whole.dense_ms]
         if any(len(row) != len(self.contexts) for row in rows):
             raise ValueError(f"found a row of another length, expected {len(self.contexts)} times in each")
+        if (self.schema_ == WHOLE) != (whole is not None):
+            raise ValueError(f"whole is {'missing' if whole is None else 'there'}, and the schema {self.schema_}")
+        if whole is not None:
+            shortest = map(min, *prompt.full_ms.values(), *prompt.shared_ms.values())
+            if any(experts >= layer for experts, layer in zip(whole.expert_ms, shortest, strict=True)):
+                raise ValueError("expert_ms of whole is no part of a layer's time")
+            if whole.measured_dense_layers > self.layers:
+                raise ValueError(f"found {whole.measured_dense_layers} dense layers of {self.layers}")
+            if whole.derived_from is not None and self.checks:
+                raise ValueError("checks are there, of times that were computed from another table")
         return self
 
     @classmethod
@@ -160,6 +144,7 @@ class LatencyTable(TableSection):
             ("index_head_dim", self.index_head_dim),
             ("kv_lora_rank", self.kv_lora_rank),
             ("qk_rope_head_dim", self.qk_rope_head_dim),
+            *({} if self.whole is None else self.whole.shape).items(),
         ):
             if facts.get(key) != ours:
                 lines.append(f"{key} {facts.get(key)}, not {ours}")
@@ -174,11 +159,30 @@ class LatencyTable(TableSection):
         return ", ".join(lines)
 
     def at(self, context: int) -> Prices:
-        """Return latencies for prompts of `context` tokens; between the measured ones a power law holds.
+        """Return latencies for prompts of `context` tokens, of a whole model where the table has them.
+
+        Between the measured contexts a power law holds.
 
         Raises:
             SearchError: if so many were not measured.
         """
+        prices, whole = self.as_measured(context), self.whole
+        if whole is None:
+            return prices
+        sent = whole.sent
+        prompt, step = (0.0, 0.0) if sent is None else (sent.prompt_ms(context), sent.step_ms)
+        more = (whole.dense_layers - whole.measured_dense_layers) * self._between(whole.dense_more_ms(), context)
+        return replace(
+            prices,
+            full={queries: each + prompt for queries, each in prices.full.items()},
+            shared={queries: each + prompt for queries, each in prices.shared.items()},
+            rest=prices.rest + more,
+            decode_full=prices.decode_full + step,
+            decode_shared=prices.decode_shared + step,
+        )
+
+    def as_measured(self, context: int) -> Prices:
+        """Return latencies of the model that was measured, see `at`: checks are of them."""
         first, last = self.contexts[0], self.contexts[-1]
         if not first <= context <= last:
             raise SearchError(
@@ -186,35 +190,41 @@ class LatencyTable(TableSection):
             )
 
         def power(row: Sequence[float]) -> float:
-            return math.exp(between([math.log(value) for value in row]))
-
-        def between(row: Sequence[float]) -> float:
-            place = next((number for number, item in enumerate(self.contexts) if item >= context), 0)
-            if place == 0 or self.contexts[place] == context:
-                return row[place]
-            low, high = self.contexts[place - 1], self.contexts[place]
-            part = math.log(context / low) / math.log(high / low)
-            return row[place - 1] * (1 - part) + row[place] * part
+            return math.exp(self._between([math.log(value) for value in row], context))
 
         def blocks(rows: Mapping[int, Sequence[float]]) -> dict[int, float]:
             return {queries: power(row) for queries, row in sorted(rows.items())}
 
+        whole, rest = self.whole, self._between(self.prompt.rest_ms, context)
+        if whole is not None:
+            rest += whole.measured_dense_layers * self._between(whole.dense_more_ms(), context)
         return Prices(
             table=self.name,
             words=str(self),
             context=context,
             full=blocks(self.prompt.full_ms),
             shared=blocks(self.prompt.shared_ms),
-            rest=between(self.prompt.rest_ms),
+            rest=rest,
             decode_full=power(self.decode.full_ms),
             decode_shared=power(self.decode.shared_ms),
+            whole=whole is not None,
         )
 
+    def _between(self, row: Sequence[float], context: int) -> float:
+        """Return a value of `row` at `context`, linear in its logarithm between the measured ones."""
+        place = next(number for number, item in enumerate(self.contexts) if item >= context)
+        if self.contexts[place] == context:
+            return row[place]
+        low, high = self.contexts[place - 1], self.contexts[place]
+        part = math.log(context / low) / math.log(high / low)
+        return row[place - 1] * (1 - part) + row[place] * part
+
     def __str__(self) -> str:
+        whole = "layers alone, without experts and all-reduces" if self.whole is None else self.whole
         return (
             f"{self.name} ({self.heads} heads a rank, {self.index_heads} index heads, index_topk {self.index_topk},"
             f" {self.kv_cache_dtype};"
-            f" {self.device}, SGLang {self.versions.get('sglang', '?')}, {self.date})"
+            f" {self.device}, SGLang {self.versions.get('sglang', '?')}, {self.date}; {whole})"
         )
 
 
