@@ -69,6 +69,7 @@ class Counter:
         self._missing: set[str] = set()
         self._kinds = self._captured = frozenset[str]()
         self._last = max((item.site for item in self._attentions), default=-1)
+        self._called = False  # whether an indexer is in a call of its module
         self._ran: list[tuple[int, bool]] | None = None  # indexers that ran in the open call, and whether they selected
         self._replayed: list[int] = []  # sites that selected in the open pass, in which no module is called
         self._handles: list[Any] = []
@@ -130,6 +131,9 @@ class Counter:
             if item.indexer is not None:
                 runs = _eager(self._runs(item.site))
                 self._handles.append(item.indexer.register_forward_pre_hook(runs, with_kwargs=True))
+                self._handles.append(item.indexer.register_forward_hook(_eager(self._leaves), always_call=True))
+                if item.direct is not None and hasattr(item.indexer, item.direct):
+                    self._handles.append(Observed(item.indexer, item.direct, self._runs_directly(item.site)))
                 if item.selects is not None and hasattr(item.indexer, item.selects):
                     self._handles.append(Observed(item.indexer, item.selects, refusing(self._selects(item))))
         if self._handles and self._graphs is not None:
@@ -143,7 +147,7 @@ class Counter:
 
     def _before(self, module: Any, args: Any) -> None:
         self._check_first()
-        self._ran = []
+        self._ran, self._called = [], False
 
     def _check_first(self) -> None:
         check, self._check = self._check, None
@@ -152,10 +156,26 @@ class Counter:
 
     def _runs(self, site: int) -> Callable[..., None]:
         def runs(module: Any, args: Any, kwargs: Any) -> None:
-            if self._ran is not None:
-                self._ran.append((site, kwargs.get("return_indices") is not False))
+            self._called = True
+            self._note(site, kwargs)
 
         return runs
+
+    def _leaves(self, module: Any, args: Any, output: Any) -> None:
+        self._called = False
+
+    def _runs_directly(self, site: int) -> Callable[..., None]:
+        """Note an indexer whose method is called in place of its module."""
+
+        def runs(*args: Any, **kwargs: Any) -> None:
+            if not self._called:
+                self._note(site, kwargs)
+
+        return runs
+
+    def _note(self, site: int, given: Mapping[str, Any]) -> None:
+        if self._ran is not None:
+            self._ran.append((site, given.get("return_indices") is not False))
 
     def _after(self, item: CountedAttention) -> Callable[..., None]:
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:

@@ -19,6 +19,8 @@ class CountedAttention:
         allowed: returns from the keyword arguments of a call how often the indexer may run in it.
         selects: the name of the indexer's method that selects for prompts, which SGLang calls with its `ForwardBatch`
             also where a graph of prompts is replayed, and no module is called; `None` where there is no such method.
+        direct: the name of the indexer's method that SGLang may call in place of the module, as in context-parallel
+            prompts on GPUs from 0.5.23 on; `None` where it never does.
         in_graphs: whether graphs of prompts hold all of what the indexer does, so that a replay calls nothing of it.
     """
 
@@ -27,6 +29,7 @@ class CountedAttention:
     indexer: Any
     allowed: Callable[[Mapping[str, Any]], tuple[int, ...]]
     selects: str | None = None
+    direct: str | None = None
     in_graphs: bool = False
 
 

@@ -27,6 +27,9 @@ PATTERN = Pattern("FSSF")
 
 class Indexer(nn.Module):
     def forward(self, x: Tensor, return_indices: bool = True) -> Tensor:
+        return self.forward_cuda(x, return_indices)
+
+    def forward_cuda(self, x: Tensor, return_indices: bool = True) -> Tensor:
         return x
 
     def _get_topk_ragged(self, enable_dual_stream: bool, forward_batch: Any) -> str:
@@ -40,7 +43,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk, self.is_nextn = layer_id, shared, False, is_nextn
         self.indexer = Indexer() if is_nextn or not shared else None
-        self.times, self.dense = 1, False
+        self.times, self.dense, self.direct = 1, False, False
 
     def forward(self, hidden_states: Tensor, forward_batch: Any, prev_topk_indices: Tensor | None = None) -> Tensor:
         if self.dense and self.indexer is not None:
@@ -49,7 +52,7 @@ class Attention(nn.Module):
         runs = not self.skip_topk or (self.is_nextn and prev_topk_indices is None)
         for _ in range(self.times if runs and len(hidden_states) else 0):
             assert self.indexer is not None
-            self.indexer(hidden_states)
+            (self.indexer.forward_cuda if self.direct else self.indexer)(hidden_states)
         return hidden_states
 
 
@@ -87,7 +90,7 @@ def test_it_ends_when_every_kind_of_pass_was_counted() -> None:
     model = Model()
     counter = counter_of(model)
     counter.begin({"extend", "decode"})
-    assert hooks(model) == 4 * 2 + 2
+    assert hooks(model) == 4 * 2 + 2 * 2
     for mode in ("EXTEND", "MIXED", "EXTEND", "IDLE"):
         model.run(mode, rows=0 if mode == "IDLE" else 2)
     assert counter.missing == {"decode"} and counter.counting
@@ -128,6 +131,38 @@ def test_an_indexer_too_many_or_too_few_ends_the_process(mode: str, capsys: pyte
         setattr(model.layers[3], name, value)
         line = f"indexcache: layer 3 {RAN_INDEXER} {times} times in a pass ({kind}), expected 1"
         assert ended_by(capsys, model, mode) == line
+
+
+def test_indexers_that_are_called_past_their_module_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    for layer in model.layers:
+        layer.direct = True
+    counter = counter_of(model)
+    counter.begin({"extend", "decode"})
+    model.run("EXTEND")
+    assert counter.passes == {"extend": 1}
+    model.layers[3].times = 2
+    assert (
+        ended_by(capsys, model, "DECODE") == f"indexcache: layer 3 {RAN_INDEXER} 2 times in a pass (decode), expected 1"
+    )
+    model.layers[3].times, model.layers[0].direct = 1, False
+    model.run("DECODE")
+    assert not counter.counting and not hooks(model)
+    assert not any("forward_cuda" in vars(layer.indexer) for layer in model.layers if layer.indexer is not None)
+
+
+def test_an_indexer_that_fails_in_its_module_is_counted_again() -> None:
+    model = Model()
+    counter = counter_of(model)
+    counter.begin({"extend"})
+    model.layers[0].indexer.forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        model.run("EXTEND")
+    del model.layers[0].indexer.forward
+    for layer in model.layers:
+        layer.direct = True
+    model.run("EXTEND")
+    assert counter.passes == {"extend": 1}
 
 
 def test_an_s_layer_that_selects_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:

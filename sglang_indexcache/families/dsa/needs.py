@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_indexcache.sglang.probes import LOAD_GRAPHS, Feature, Need
 
 PREFILL = "_get_topk_ragged"  # selects for the queries of prompts
+DIRECT = "forward_cuda"  # the indexer, where context-parallel prompts gather keys beside it (`layers/cp/interleave.py`)
 DECODING = "_get_topk_paged"  # for those of decoded tokens
 _MODULE = "srt.layers.attention.dsa."
 

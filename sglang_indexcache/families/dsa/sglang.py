@@ -138,11 +138,12 @@ class DsaSglang(SglangAdapter):
         if draft:
             modules = [module for module in model.modules() if _shares(module) and getattr(module, "is_nextn", False)]
             for number, module in enumerate(modules):
-                yield CountedAttention(number, module, self.indexer(module), partial(_of_a_draft, module))
+                allowed = partial(_of_a_draft, module)
+                yield CountedAttention(number, module, self.indexer(module), allowed, direct=needs.DIRECT)
             return
         for site, module in self.modules(model):
             allowed = exactly(int(pattern[site] == FULL))
-            yield CountedAttention(site, module, self.indexer(module), allowed, needs.PREFILL)
+            yield CountedAttention(site, module, self.indexer(module), allowed, needs.PREFILL, needs.DIRECT)
 
     def modules(self, model: Any) -> Iterator[tuple[int, Any]]:
         """See `SglangAdapter.modules`."""
