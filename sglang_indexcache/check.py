@@ -39,7 +39,7 @@ from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
 from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.version import version
+from sglang_indexcache.version import requirement, version
 
 DESCRIPTION = f"""\
 Check a pattern file, without starting a server.
@@ -158,7 +158,7 @@ def _environment(options: argparse.Namespace) -> int:
     source = SglangSource.at_hand(options.sglang)
     if source is None:
         raise SglangError(
-            "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang FOLDER"
+            f"SGLang is not installed here; expected: pip install {requirement('sglang')}, or --sglang FOLDER"
         )
     environment = Environment.of(source)
     _write(options, asdict(environment), environment.as_text())

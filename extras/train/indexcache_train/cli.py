@@ -34,6 +34,7 @@ from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec
+from sglang_indexcache.version import requirement
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
 """Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""
@@ -259,7 +260,7 @@ def distill(
     with running(context, NEEDS, quiet=not main) as console:
         for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
-                raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[train]'")
+                raise SearchError(f"{package} is not installed; expected: pip install {requirement('train')}")
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not training:
