@@ -96,11 +96,11 @@ def with_words(markdown: str, place: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """Ask a command of this project, or one of its sub-commands, for its help."""
+    """Ask a command of this project, or one of its sub-commands, for all of its help."""
     name, *arguments = command.split()
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][name]
     module, function = entry.split(":")
     code = f"import sys; sys.argv[0] = {name!r}; from {module} import {function}; sys.exit({function}())"
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    called = [sys.executable, "-c", code, *arguments, "--help"]
+    called = [sys.executable, "-c", code, *arguments, "--help" if name == "indexcache-check" else "--help-all"]
     return subprocess.run(called, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -157,7 +157,7 @@ def test_what_is_pinned_takes_every_python_that_we_take() -> None:
 
 
 def test_help_is_quick_and_teaches_by_example() -> None:
-    code = "import sys; from indexcache_search.cli.search import app; app(['--help'], standalone_mode=False);"
+    code = "import sys; from indexcache_search.cli.search import app; app(['--help-all'], standalone_mode=False);"
     code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("False False")

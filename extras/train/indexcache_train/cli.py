@@ -14,6 +14,7 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, TOKENS
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.help import MORE
 from indexcache_search.console import results, serving
 from indexcache_search.errors import SearchError
 from indexcache_train.distill.settings import DistillSettings, IndexerSize, Loss, Schedule, dense_architecture
@@ -52,7 +53,7 @@ Examples:
 
 \b
   torchrun --nproc-per-node 8 -m indexcache_train --model ./my-dsa-model \\
-        --pattern deploy/mine/pattern.yaml@1/4 ...
+        --pattern deploy/mine/pattern.yaml@1/4 --training sft.jsonl --seq-len 32768
       Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
 
 \b
@@ -65,6 +66,7 @@ Examples:
 
 Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
 
+{MORE}
 {exit_codes("the run failed (a loss was not finite)")}
 """
 
