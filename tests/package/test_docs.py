@@ -53,7 +53,7 @@ OF_OTHERS = {
         " dllm-algorithm dp dsa-decode-backend dsa-prefill-backend dsa-topk-backend enable-dp-attention"
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
-        " enable-unified-cache-external-linker enable-unified-memory exclude from-literal hisparse-config host"
+        " enable-unified-cache-external-linker enable-unified-memory exclude from-file hisparse-config host"
         " hicache-storage-backend max-running-requests max-total-tokens no-deps mem-fraction-static"
         " nproc-per-node page-size pp-size skip-server-warmup"
         " revision speculative-algorithm tp use-ray"
