@@ -225,6 +225,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     [
         ("vendor.citation-file-format", "CITATION.cff", ("authors:", "writers:")),
         ("vendor.github-workflows", ".github/workflows/ci.yml", ("runs-on:", "runs_on:")),
+        ("vendor.github-workflows", "docs/deploy/check-patterns.yml", ("runs-on:", "runs_on:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml", ("body:", "text:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/figure.yml", ("body:", "text:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/model.yml", ("body:", "text:")),
