@@ -26,18 +26,7 @@ GROUPS = {
 """Groups of options; all others stand in a group named after the command, behind the data."""
 FIRST = {
     *("model", "pattern", "calibration", "training", "evaluation", "tasks", "dry_run", "seq_len", "num_sequences"),
-    *(
-        "retain",
-        "estimate",
-        "speed",
-        "max_increase",
-        "harness",
-        "search_first",
-        "steps",
-        "server",
-        "engine",
-        "endpoint",
-    ),
+    *("retain", "estimate", "speed", "max_increase", "search_first", "steps", "server", "engine", "endpoint"),
     *("device", "dtype", "output", "config", "served", "reference", "requests", "follow", "port", "allowed"),
 }
 """Options that `--help` shows."""
