@@ -21,7 +21,7 @@ from sglang_indexcache.checkpoint import override_alone
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
 from sglang_indexcache.checkpoint.fit import as_text, check, remarks
-from sglang_indexcache.command_line import exit_codes
+from sglang_indexcache.command_line import exit_codes, shown_command
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.http import served_table, servers
@@ -39,9 +39,9 @@ from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
 from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.version import version
+from sglang_indexcache.version import requirement, version
 
-DESCRIPTION = f"""\
+DESCRIPTION = f"""
 Check a pattern file, without starting a server.
 
 With --model: read the model's config.json and the names of its weights, and ask the installed SGLang's own code which
@@ -53,10 +53,9 @@ pattern, and show all that each says of it. With --environment: what the plugin 
 The folder of a search, or org/name of a repository on the hub that has its files, stands for its pattern.yaml; first
 its files must belong together and be unchanged. --known lists the patterns that others published.
 
-{fill(exit_codes("problems were found"), 119)}"""
+{exit_codes("problems were found")}"""
 
-EXAMPLES = """\
-examples:
+EXAMPLES = """examples:
   indexcache-check deploy/glm5/pattern.yaml@1/4 --model zai-org/GLM-5-FP8
   indexcache-check deploy/glm5/pattern.yaml@1/4 --server http://prefill:30000 --server http://decode:30000
   indexcache-check deploy/glm5/pattern.yaml@1/4 --server-args "--tp 8 --enable-dp-attention --dp 8 --ep-size 8"
@@ -66,6 +65,17 @@ examples:
   indexcache-check --known
   indexcache-check --environment
 """
+
+
+class _AtAnyWidth(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs and commands as wide as the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return "\n".join(
+                shown_command(line.strip(), width, "  ") if line[:1] == " " else line for line in text.splitlines()
+            )
+        return "\n\n".join(fill(" ".join(block.split()), width) for block in text.split("\n\n"))
 
 
 class _CheckParser(argparse.ArgumentParser):
@@ -81,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "indexcache-check",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_AtAnyWidth,
     )
     parser.add_argument("pattern", nargs="?", help=f"{GRAMMAR}; or the folder of a search")
     parser.add_argument("--model", help="folder or hub id")
@@ -158,7 +168,7 @@ def _environment(options: argparse.Namespace) -> int:
     source = SglangSource.at_hand(options.sglang)
     if source is None:
         raise SglangError(
-            "SGLang is not installed here; expected: pip install 'sglang-indexcache[sglang]', or --sglang FOLDER"
+            f"SGLang is not installed here; expected: pip install {requirement('sglang')}, or --sglang FOLDER"
         )
     environment = Environment.of(source)
     _write(options, asdict(environment), environment.as_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import tempfile
 import traceback
@@ -16,6 +17,8 @@ from sglang_indexcache.io.redaction import redacted
 
 BAD_INPUT, UNFORESEEN = 2, 70  # 70 is EX_SOFTWARE of sysexits.h
 OURS = ("sglang_indexcache", "indexcache_")
+_WORD = r"""(?:[^\s'"]|'[^']*'|"[^"]*")+"""  # of a shell
+_WORDS = re.compile(rf"--[\w-]+ (?!-){_WORD}|{_WORD}")  # a flag stays with its value
 NO_MEMORY = (
     *("not enough memory", "out of memory", "annot allocate memory", "an't allocate memory", "Unable to allocate"),
     *("std::bad_alloc", "an't start new thread", "failed to map segment", "memory allocation"),
@@ -30,6 +33,18 @@ def error_context(work: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(work)
         raise
+
+
+def shown_command(command: str, width: int, indent: str) -> str:
+    """Return a command in lines of at most `width` where its words allow that; a shell takes them as one."""
+    first, *words = _WORDS.findall(command)
+    lines = [indent + first]
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{indent}    {word}")
+    return " \\\n".join(lines)
 
 
 def exit_codes(one: str) -> str:

@@ -42,7 +42,7 @@ from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, spl
 from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
-from sglang_indexcache.version import version
+from sglang_indexcache.version import requirement, version
 
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
 ALLOWED_PLUGINS_VARIABLE = "SGLANG_PLUGINS"
@@ -56,7 +56,7 @@ def check_plugin_is_found() -> None:
         LaunchError: if SGLang is not installed, the entry point is not there, or `SGLANG_PLUGINS` leaves it out.
     """
     if find_spec("sglang") is None:
-        raise LaunchError("SGLang is not installed; expected: pip install 'sglang-indexcache[sglang]'")
+        raise LaunchError(f"SGLang is not installed; expected: pip install {requirement('sglang')}")
     if not any(entry.name == ENTRY for entry in entry_points(group=GROUP)):
         raise LaunchError("SGLang would not find the plugin: sglang-indexcache is not installed in this environment")
     allowed = {name.strip() for name in os.environ.get(ALLOWED_PLUGINS_VARIABLE, "").split(",") if name.strip()}

@@ -62,7 +62,7 @@ def run(command: str, main: Callable[[], int | None], extra: str = "", resumes: 
     Args:
         command: its name, for the line.
         main: imports what it needs, and returns the exit code.
-        extra: name of the extra that installs what the command needs: `pip install 'sglang-indexcache[extra]'`.
+        extra: name of the extra that installs what the command needs: `pip install '.[extra]'`.
         resumes: whether the same command goes on where this one ends.
     """
     begin(command, extra, resumes)
@@ -111,8 +111,9 @@ def exit_line(error: BaseException) -> tuple[str, int]:
     if _this.stopped is not None or isinstance(error, KeyboardInterrupt):  # whatever exception the signal became
         return _signal_line(), 128 + (_this.stopped or signal.SIGINT)
     from sglang_indexcache.command_line import error_line
+    from sglang_indexcache.version import requirement
 
-    return error_line(error, f"'sglang-indexcache[{_this.extra}]'" if _this.extra else "sglang-indexcache")
+    return error_line(error, requirement(_this.extra))
 
 
 def leave(code: int) -> NoReturn:

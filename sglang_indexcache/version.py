@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from functools import cache
 from importlib import metadata
@@ -32,6 +33,14 @@ def version() -> str:
         return metadata.version("sglang-indexcache")
     except metadata.PackageNotFoundError:  # copied without its metadata
         return f"{RELEASE}.dev0+unknown"
+
+
+def requirement(extra: str = "") -> str:
+    """Return what `pip install` takes for an extra: a path, of a checkout, since no index has a version yet."""
+    wanted = f"[{extra}]" if extra else ""
+    if (_ROOT / "pyproject.toml").exists():
+        return shlex.quote(f"{_ROOT}{wanted}")
+    return f"'.{wanted}' in a checkout of sglang-indexcache"
 
 
 def of_tree(root: Path, release: str) -> str:

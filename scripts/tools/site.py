@@ -18,11 +18,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 HELP = re.compile(r"<!-- help: ([\w -]+) -->")
+GLOSSARY = "reference/glossary.md"
+LINKED = (
+    *("DSA", "lightning indexer", "retention", "trajectory", "racing", "look-alike", "latency table", "TTFT", "TPOT"),
+    *("nat", "layer-tokens", "noise floor", "journal", "calibration server", "fingerprint", "locked layer"),
+)
+"""Words of the glossary that a page's first use of links to it."""
+SKIPPED = re.compile(
+    r"(^```.*?^```|`[^`\n]*`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*?$|^    .*?$)", re.MULTILINE | re.DOTALL
+)
 
 
 def outside() -> dict[str, str]:
     """Pages and files of the repository that the site shows, by their path on the site."""
-    pages = {"contributing.md": "CONTRIBUTING.md"}
+    pages = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
     pages["demo-model.md"] = "search/indexcache_search/demo/indexcache-demo/README.md"
     for path in sorted(ROOT.glob("extras/*/README.md")):
         pages[f"extras/{path.parent.name}.md"] = path.relative_to(ROOT).as_posix()
@@ -58,15 +67,40 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         relative = posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".")
         return f"{link[1]}{relative}{link[3]}"
 
-    return HELP.sub(lambda found: f"```text\n{help_of(found[1])}\n```", LINK.sub(turned, markdown))
+    text = with_words(LINK.sub(turned, markdown), page.file.src_uri)
+    return HELP.sub(lambda found: f"```text\n{help_of(found[1])}\n```", text)
+
+
+def meanings() -> dict[str, str]:
+    """Return what the glossary says of each word in `LINKED`."""
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs" / GLOSSARY).read_text(), re.MULTILINE)
+    found = {word: LINK.sub("", means).replace("[", "").strip() for words, means in rows for word in words.split(", ")}
+    return {word: found[word] for word in LINKED}
+
+
+def with_words(markdown: str, place: str) -> str:
+    """Link the first use of each word in `LINKED` to the glossary, outside of code, links and headings."""
+    if place == GLOSSARY:
+        return markdown
+    parts = SKIPPED.split(markdown)  # what is skipped stands at odd places
+    target = posixpath.relpath(GLOSSARY, posixpath.dirname(place) or ".")
+    for word, means in meanings().items():
+        title = means.replace("`", "").replace('"', "'")
+        use, link = re.compile(rf"(?<![\w-]){word}s?(?![\w-])"), rf'[\g<0>]({target} "{title}")'
+        for number in range(0, len(parts), 2):
+            new, count = use.subn(link, parts[number], count=1)
+            if count:
+                parts[number : number + 1] = SKIPPED.split(new)  # no word within another one's link
+                break
+    return "".join(parts)
 
 
 def help_of(command: str) -> str:
-    """Ask a command of this project, or one of its sub-commands, for its help."""
+    """Ask a command of this project, or one of its sub-commands, for all of its help."""
     name, *arguments = command.split()
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][name]
     module, function = entry.split(":")
     code = f"import sys; sys.argv[0] = {name!r}; from {module} import {function}; sys.exit({function}())"
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    called = [sys.executable, "-c", code, *arguments, "--help"]
+    called = [sys.executable, "-c", code, *arguments, "--help" if name == "indexcache-check" else "--help-all"]
     return subprocess.run(called, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -237,7 +237,7 @@ def test_comparisons_of_extensions_run_one_after_the_other(monkeypatch: pytest.M
         *("checked", (Setting(names=("c",)), False)),
         *("checked", (Setting(names=("a", "b"), limit=5), True)),
     ]
-    text = CliRunner().invoke(app, ["--help"]).output
+    text = CliRunner().invoke(app, ["--help-all"]).output
     assert "--one NAME,...:KEY=VALUE" in text and "Of an extension." in text
     assert "expected --one limit=VALUE" in CliRunner().invoke(app, ["--limit", "3"]).output
     assert CliRunner().invoke(app, []).exit_code == 0 and len(seen) == 4

@@ -5,11 +5,15 @@ What differs from a cluster: the demo in the place of GLM-5, one rank for `--tp=
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -32,14 +36,24 @@ pytestmark = pytest.mark.sglang
 KEY = "of-the-secret"
 
 
+@cache
+def secret() -> str:
+    """The folder that the secret of the keys is mounted as."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    (folder / "server.yaml").write_text(f"api-key: {KEY}\n")
+    return str(folder)
+
+
 def words_of(container: dict[str, Any], **expanded: str) -> list[str]:
     """The command line of a container, on this machine; `expanded` are variables that the cluster sets."""
     words = [*container["command"], *container["args"]]
-    for name, value in {"SGLANG_API_KEY": KEY, **expanded}.items():
+    for name, value in expanded.items():
         words = [word.replace(f"$({name})", value) for word in words]
     here = {"--model-path=zai-org/GLM-5-FP8": f"--model-path={demo.MODEL}", "--tp=8": "--tp=1"}
     words = [here.get(word, word).replace(IN_CONTAINER, str(PATTERN)) for word in words]
-    assert words[:2] == ["python3", "-m"] and not any("$(" in word for word in words)
+    words = [word.replace("/etc/indexcache-keys", secret()) for word in words]
+    assert words[0] == "python3" and words[1] in ("-m", "-c") and not any("$(" in word for word in words)
     return [sys.executable, *words[1:]]
 
 

@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("kernels/**/*.md"), *ROOT.glob("extras/**/*.md")]
 HOW_TO = [
-    path for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md") if path.stem not in ("index", "explanation")
+    path
+    for path in (*DOCS.glob("*.md"), DOCS / "deploy" / "README.md")
+    if path.stem not in ("index", "explanation", "faq")
 ]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
 COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload", "indexcache-watch")
@@ -51,7 +53,7 @@ OF_OTHERS = {
         " dllm-algorithm dp dsa-decode-backend dsa-prefill-backend dsa-topk-backend enable-dp-attention"
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
-        " enable-unified-cache-external-linker enable-unified-memory exclude from-literal hisparse-config host"
+        " enable-unified-cache-external-linker enable-unified-memory exclude from-file hisparse-config host"
         " hicache-storage-backend max-running-requests max-total-tokens no-deps mem-fraction-static"
         " nproc-per-node page-size pp-size skip-server-warmup"
         " revision speculative-algorithm tp use-ray"
@@ -121,6 +123,31 @@ def test_readme_is_one_screen_that_begins_with_a_command() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("    "))
     assert len(lines) <= 70 and first < 10
+
+
+def test_figures_of_deployments_are_those_of_the_evidence() -> None:
+    """A figure that is measured again is changed in the evidence, and this names what else says the old one."""
+    evidence = "".join((DOCS / "evidence" / f"{name}.md").read_text() for name in ("deployments", "search", "demo"))
+    pages = (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("serving", "glm5-deepseek", "paper-search")))
+    said = set(re.findall(r"\b(?:\d\.\d{2}x|0\.\d{3,})", "".join(page.read_text() for page in pages)))
+    assert len(said) > 10 and not {figure for figure in said if figure not in evidence}
+
+
+def test_words_that_pages_link_are_in_the_glossary() -> None:
+    means = site.meanings()
+    linked = site.with_words("# nats\n`nats` and [nats](x.md), nats, nats\n    nats\n", "search.md")
+    assert (
+        linked == f'# nats\n`nats` and [nats](x.md), [nats](reference/glossary.md "{means["nat"]}"), nats\n    nats\n'
+    )
+    assert set(means) == set(site.LINKED) and all("(" not in text or ")" in text for text in means.values())
+
+
+def test_the_site_has_five_groups_with_every_page_once() -> None:
+    groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = re.findall(r"'([\w./-]+\.md)'", str(groups))
+    own = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert len(pages) == len(set(pages)) and set(pages) == own | {name for name in site.outside() if name[-3:] == ".md"}
+    assert [list(group) for group in groups] == [["Start"], ["Find"], ["Serve and prove"], ["Reference"], ["Evidence"]]
 
 
 def test_the_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

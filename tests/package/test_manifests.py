@@ -162,6 +162,65 @@ def test_a_model_has_time_to_load_and_a_refusal_is_shown(folder: str) -> None:
                 assert document["spec"]["progressDeadlineSeconds"] > seconds  # else the roll-out fails before
 
 
+KEYS = "/etc/indexcache-keys"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_keys_are_files_and_stand_in_no_command_line(folder: str) -> None:
+    """What `ps` shows of a container all processes of its node can read; a variable, all that its process starts."""
+    for document in rendered(folder):
+        if (template := pod_template(document)) is None:
+            continue
+        [container] = template["spec"]["containers"]
+        words = [*container["command"], *container.get("args", ())]
+        assert not [word for word in words if word.startswith("--api-key") or "$(SGLANG" in word or "$(HF" in word]
+        assert all("value" in item and not item["name"].endswith(("KEY", "TOKEN")) for item in container["env"])
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        if any(KEYS in word for word in words):
+            assert volumes["keys"]["secret"] == {"secretName": "glm5-keys"}
+        if words[:3] == ["python3", "-m", "sglang_indexcache.launch_server"]:
+            assert words[words.index("--config") + 1] == f"{KEYS}/server.yaml"  # as two words, or SGLang leaves it
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_pod_can_write_nowhere_but_into_its_volumes(folder: str) -> None:
+    for document in rendered(folder):
+        if (template := pod_template(document)) is None:
+            continue
+        spec = template["spec"]
+        [container] = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+        variables = {item["name"]: item["value"] for item in container["env"]}
+        assert "/tmp" in writable and variables["HOME"] in writable
+        for name in ("HF_HOME", "XDG_CACHE_HOME"):
+            assert name not in variables or variables[name].startswith(tuple(writable))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_who_reaches_a_pod_is_said(folder: str) -> None:
+    documents = rendered(folder)
+    policies = [document["spec"] for document in documents if document["kind"] == "NetworkPolicy"]
+    for document in documents:
+        if (template := pod_template(document)) is None:
+            continue
+        [policy] = [
+            item
+            for item in policies
+            if item["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        ]
+        ports = {port["name"] for port in template["spec"]["containers"][0].get("ports", ())}
+        assert policy["policyTypes"] == ["Ingress"]
+        for rule in policy["ingress"]:
+            assert rule["from"], "whoever is nobody is everybody"
+            assert all(port["port"] in ports | {8998} for port in rule.get("ports", ()))
+
+
 def images() -> list[str]:
     names = [container["image"] for folder in FOLDERS for container in containers(rendered(folder)).values()]
     return [*names, yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["glm5"]["image"]]
@@ -208,8 +267,13 @@ def test_compose_starts_what_the_deployment_starts() -> None:
             PyCompose.from_yaml(text.replace(right, f"{right}x")).validate()
     [container] = written("one-node/server.yaml").values()
     service = yaml.safe_load(text)["services"]["glm5"]
-    command = [word for word in service["command"] if not word.startswith("--api-key=")]
-    assert command == container["command"] + [word for word in container["args"] if not word.startswith("--api-key=")]
+    assert service["command"] == container["command"] + container["args"]
+    assert service["environment"] == {item["name"]: item["value"] for item in container["env"]}
+    assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"] == "1000:1000"
+    mounted = {volume.split(":")[1] for volume in service["volumes"]} | set(service["tmpfs"])
+    assert mounted | {"/dev/shm"} == {str(Path(mount["mountPath"])) for mount in container["volumeMounts"]} - {
+        str(Path(IN_CONTAINER).parent)
+    } | {IN_CONTAINER}
     assert any(volume.split(":")[1] == IN_CONTAINER for volume in service["volumes"])
     named = {volume.split(":")[0] for volume in service["volumes"] if not volume.startswith(".")}
     assert named == set(yaml.safe_load(text)["volumes"])

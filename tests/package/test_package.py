@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
@@ -85,14 +86,14 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
 )
 def test_a_base_install_says_what_a_command_needs(command: str, module: str, function: str, extra: str) -> None:
     result = without({"rich"}, f"import indexcache_{module}.__main__ as m; m.{function}()")
-    line = f"indexcache-{command}: rich is not installed; expected: pip install 'sglang-indexcache[{extra}]'\n"
+    line = f"indexcache-{command}: rich is not installed; expected: pip install '{ROOT}[{extra}]'\n"
     assert (result.returncode, result.stderr) == (2, line)
 
 
 def test_the_watch_says_what_its_metrics_need(tmp_path: Path) -> None:
     words = "--served http://127.0.0.1:1 --reference http://127.0.0.1:2 --port 9 --requests".split()
     result = without({"prometheus_client"}, "import indexcache_watch.__main__ as m; m.main()", *words, str(tmp_path))
-    line = "indexcache-watch: prometheus_client is not installed; expected: pip install 'sglang-indexcache[watch]'\n"
+    line = f"indexcache-watch: prometheus_client is not installed; expected: pip install '{ROOT}[watch]'\n"
     assert (result.returncode, result.stderr) == (2, line)
 
 
@@ -100,7 +101,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
     launch = "from sglang_indexcache.launch_server import main; main(sys.argv[1:])"
     result = without(NOT_BASE - {"sglang"}, launch, "--indexcache-pattern", "FS")
     assert "Traceback" not in result.stderr and result.returncode != 0
-    assert "SGLang is not installed; expected: pip install 'sglang-indexcache[sglang]'" in result.stderr or HAS_SGLANG
+    assert f"SGLang is not installed; expected: pip install '{ROOT}[sglang]'" in result.stderr or HAS_SGLANG
     check = "from sglang_indexcache.check import main; sys.exit(main(sys.argv[1:]))"
     result = without(NOT_BASE, check, "FS", "--model", "owner/name")
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
@@ -156,7 +157,7 @@ def test_what_is_pinned_takes_every_python_that_we_take() -> None:
 
 
 def test_help_is_quick_and_teaches_by_example() -> None:
-    code = "import sys; from indexcache_search.cli.search import app; app(['--help'], standalone_mode=False);"
+    code = "import sys; from indexcache_search.cli.search import app; app(['--help-all'], standalone_mode=False);"
     code += "print('torch' in sys.modules, 'datasets' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip().endswith("False False")
@@ -224,6 +225,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     [
         ("vendor.citation-file-format", "CITATION.cff", ("authors:", "writers:")),
         ("vendor.github-workflows", ".github/workflows/ci.yml", ("runs-on:", "runs_on:")),
+        ("vendor.github-workflows", "docs/deploy/check-patterns.yml", ("runs-on:", "runs_on:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml", ("body:", "text:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/figure.yml", ("body:", "text:")),
         ("vendor.github-issue-forms", ".github/ISSUE_TEMPLATE/model.yml", ("body:", "text:")),
@@ -239,6 +241,17 @@ def test_files_that_others_read_are_as_their_schemas_say(
         assert done.exit_code == code, done.output
 
 
+def described(file: Path) -> str:
+    """The page that an index shows of a distribution."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            return wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+    with tarfile.open(file) as source:
+        member = source.extractfile(f"{file.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert member is not None
+        return member.read().decode()
+
+
 @pytest.mark.slow
 @pytest.mark.newest
 def test_a_package_index_takes_the_distributions_and_pip_installs_both(tmp_path: Path) -> None:
@@ -251,6 +264,7 @@ def test_a_package_index_takes_the_distributions_and_pip_installs_both(tmp_path:
     assert checked.returncode == 0, checked.stdout
     versions = set()
     for file in files:
+        assert "](docs/" not in described(file) and "# sglang_indexcache" in described(file)
         site = tmp_path / file.suffix[1:]
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, file]
         subprocess.run(pip, check=True, capture_output=True)
@@ -262,6 +276,18 @@ def test_a_package_index_takes_the_distributions_and_pip_installs_both(tmp_path:
         assert Path(where).is_relative_to(site)
         versions.add(version)
     assert len(versions) == 1
+
+
+def test_the_readme_has_no_links_on_an_index_that_lead_nowhere_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    [text] = [(ROOT / fragment["path"]).read_text() for fragment in hook["fragments"]]
+    assert "](docs/" in text
+    for item in hook["substitutions"]:
+        text = re.sub(item["pattern"], item["replacement"], text)
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert targets and all(target.startswith("https://") for target in targets) and "![" not in text
+    assert "urls" not in project["project"], "links can lead to the address now"
 
 
 def test_what_docs_import_is_there() -> None:

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import sglang_indexcache
 from sglang_indexcache import version as module
-from sglang_indexcache.version import RELEASE, of_tree, version
+from sglang_indexcache.version import RELEASE, of_tree, requirement, version
 
 
 def git(folder: Path, *words: str) -> str:
@@ -80,6 +80,14 @@ def test_a_source_distribution_and_an_installed_package_say_what_they_were_built
 
 def _missing(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
+
+
+def test_what_is_missing_is_installed_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index has a version yet, so `pip install 'sglang-indexcache[search]'` would find nothing."""
+    root = Path(module.__file__).parents[1]
+    assert requirement("search") == f"'{root}[search]'" and requirement() == str(root)
+    monkeypatch.setattr(module, "_ROOT", tmp_path)  # as in site-packages
+    assert requirement("search") == "'.[search]' in a checkout of sglang-indexcache"
 
 
 def test_it_is_where_people_look_for_it() -> None:

@@ -179,7 +179,7 @@ def test_a_default_number_of_sequences_is_one_for_python_and_the_command(
 
 
 def test_help_and_the_reference_say_the_default_numbers_of_sequences() -> None:
-    text = " ".join(invoke(command, ["--help"]).output.split())
+    text = " ".join(invoke(command, ["--help-all"]).output.split())
     assert f"Default: {data.SEARCHED}, with --prefill {data.SEARCHED_IN_TIME}." in text
     assert f"Held-out sequences. Default: {data.JUDGED}, for the demo" in text
     compared = " ".join(invoke(compare, ["--help"]).output.split())

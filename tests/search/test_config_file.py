@@ -144,7 +144,7 @@ def test_flags_of_a_server_come_from_both(tmp_path: Path) -> None:
 
 
 def test_help_has_groups_and_the_version_is_told() -> None:
-    text = CliRunner().invoke(application_of(), ["--help"]).output
+    text = CliRunner().invoke(application_of(), ["--help-all"]).output
     assert (
         text.index("Model:") < text.index("--model") < text.index("Data:") < text.index("--seed") < text.index("Run:")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+def of_six_sources() -> dict[str, Any]:
+    """As many as the demo's."""
+    content, names = priced_content(), ("text", "kv_end", "chain", "multi", "update", "copy")
+    for line in content["held_out"]["rows"]:
+        source = next(iter(line["by_source"].values()))
+        line["by_source"] = {name: deepcopy(source) for name in names}
+    content["held_out"]["sources"] = list(names)
+    return content
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The pages."""
@@ -46,6 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "report": render(sample_metrics(priced_content())),
         "eval": result.render(sample_comparison()),
         "without times": render(sample_metrics(sample_content())),
+        "many sources": render(sample_metrics(of_six_sources())),
     }
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
@@ -107,6 +119,15 @@ def test_the_pattern_to_take_and_why_are_on_the_first_screen(opened: Open, name:
     note = page.locator("#whose")
     assert note.is_visible() and "estimates, not measurements of this model" in note.inner_text()
     assert "NVIDIA H100" in note.inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["report", "eval", "many sources"])
+def test_the_widest_table_fits_a_desktop_and_scrolls_alone_on_a_phone(opened: Open, name: str, scheme: str) -> None:
+    """Six sources with errors behind them were 1,370 pixels."""
+    wide = "[document.documentElement, ...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+    assert not any(opened(name, DESKTOP, scheme).evaluate(wide))
+    assert opened(name, PHONE, scheme).evaluate(wide)[0] == 0
 
 
 def test_without_scripts_nothing_is_there_that_does_nothing(opened: Open) -> None:

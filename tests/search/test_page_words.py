@@ -41,7 +41,10 @@ def test_pages_of_dense_models_speak_of_pages_and_decoding() -> None:
     assert "Which layers of tiny need all keys" in report and "decoding gets faster" in report
     flags = "--attention-backend flashinfer --page-size 16"
     assert f"--model-path Qwen/Qwen3-8B {flags}\n" in card
-    assert re.search(rf"pattern.yaml@1/[24] {flags}</code>", report.partition("frontier-data")[0])
+    launch = "python -m sglang_indexcache.launch_server --model-path"
+    page = render(found, "Qwen/Qwen3-8B").partition("frontier-data")[0]
+    assert re.search(rf"<code>{launch} Qwen/Qwen3-8B --indexcache-pattern pattern.yaml@1/[24] {flags}</code>", page)
+    assert f"<code>{launch} MODEL --indexcache-pattern" in report  # a folder's name is nobody else's
     assert (
         "S to those that the D or F before it selected" in report and "fewer layers that attend to everything" in report
     )

@@ -127,12 +127,16 @@ def test_the_commands_of_a_card_and_of_the_terminal_take_what_the_page_says_to_t
     console = Console(width=200, file=io.StringIO())
     show(result, "org/glm", files, console)
     _, said = console.file.getvalue().split("Next: ")  # type: ignore[attr-defined]
-    checks, serves = said.splitlines()
-    assert checks == f"indexcache-check out/pattern.yaml@{taken} --model org/glm"
+    page, checks, serves = said.splitlines()
+    assert page == "read out/report.html in a browser"
+    assert checks.strip() == f"indexcache-check out/pattern.yaml@{taken} --model org/glm"
     assert serves.endswith(f"launch_server --indexcache-pattern out/pattern.yaml@{taken} --model-path org/glm")
     console = Console(width=200, file=io.StringIO())
     show(result, None, files, console)  # the demo
-    line = "Next: indexcache-eval --pattern out/pattern.yaml --retain 1/2,1/4\n"  # 1/8, a default there, is not in it
+    # 1/8, a default there, is not in it
+    line = (
+        "Next: read out/report.html in a browser\n      indexcache-eval --pattern out/pattern.yaml --retain 1/2,1/4\n"
+    )
     assert console.file.getvalue().endswith(line)  # type: ignore[attr-defined]
 
 

@@ -31,7 +31,7 @@ def test_the_page_stands_alone_and_shows_everything() -> None:
         "Overlap of choices",
         "28 patterns",
         "12.3 % of them",
-        "+0.0500 ±0.0100",
+        "+0.0500 <small>±0.0100</small>",
         "FSSFSSSS keeps other layers",
     ):
         assert text in page

@@ -35,7 +35,8 @@ BYTES = ExtraOption(
     " (16384). Needs --selection score=compressed_keys or rounded_keys.",
     first="SHARE",
     example="""\b
-  indexcache-search --model Qwen/Qwen3-8B ... --selection score=compressed_keys,page_tokens=16,pages=64 --bytes 0.1
+  indexcache-search --model Qwen/Qwen3-8B --calibration traces.jsonl --seq-len 8192 --bytes 0.1 \\
+        --selection score=compressed_keys,page_tokens=16,pages=64
       Steps that read at most a tenth of the cache of 16,384 tokens: F layers select for themselves, beside D and S.
 """,
 )

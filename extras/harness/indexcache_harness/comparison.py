@@ -41,7 +41,7 @@ HARNESS = ExtraComparison(
     example="""\b
   indexcache-eval --model zai-org/GLM-5-FP8 --endpoint http://baseline:30000 --endpoint http://shared:30000 \\
         --harness gsm8k,ifeval:sampling=paper,chat=yes
-      Real tasks, by lm-eval (pip install 'sglang-indexcache[harness]'), paired by document.
+      Real tasks, by lm-eval (its extra is `harness`), paired by document.
 """,
     needs=("--endpoint",),
     gate="--harness max_fall",

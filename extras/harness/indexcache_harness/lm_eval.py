@@ -21,6 +21,7 @@ from indexcache_search.eval.endpoints import Endpoint
 from sglang_indexcache.io.redaction import KEY_VARIABLE
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.process import die_with_parent
+from sglang_indexcache.version import requirement
 
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"do_sample": False, "temperature": 0},
@@ -38,7 +39,7 @@ def check_installed() -> None:
         SearchError: if it is not.
     """
     if find_spec("lm_eval") is None:
-        raise SearchError("--harness: lm_eval is not installed; expected: pip install 'sglang-indexcache[harness]'")
+        raise SearchError(f"--harness: lm_eval is not installed; expected: pip install {requirement('harness')}")
 
 
 def configuration(harness: Harness, tokenizer: str, endpoint: Endpoint, room: int, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from indexcache_search.cli.evaluate import app
 from indexcache_search.errors import DataError
 from indexcache_search.eval.endpoints import Endpoint
 from sglang_indexcache.http.address import Address
+from sglang_indexcache.version import requirement
 from tests.http_stub import Answering, HttpStub
 from tests.search.streaming import StreamingStub
 from tests.search.test_fuzz import mutated, one_line_or
@@ -301,5 +302,5 @@ def test_servers_that_can_not_be_compared_are_refused(urls: list[str], seen: Pat
 def test_without_lm_eval_it_is_one_line(urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval, "find_spec", lambda name: None)
     done = run(urls, tmp_path, "a")
-    line = "indexcache-eval: --harness: lm_eval is not installed; expected: pip install 'sglang-indexcache[harness]'\n"
+    line = f"indexcache-eval: --harness: lm_eval is not installed; expected: pip install {requirement('harness')}\n"
     assert (done.exit_code, done.stderr) == (2, line)

@@ -14,6 +14,7 @@ from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import BATCH, TOKENS
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.help import MORE
 from indexcache_search.console import results, serving
 from indexcache_search.errors import SearchError
 from indexcache_train.distill.settings import DistillSettings, IndexerSize, Loss, Schedule, dense_architecture
@@ -34,6 +35,7 @@ from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import parse_retention
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec
+from sglang_indexcache.version import requirement
 
 DEMO: dict[str, Any] = {"warmup_steps": 20, "sparse_steps": 40, "indexer_lr": 1e-3, "lr": 2e-4, "batch_size": 4}
 """Settings of the demo. Defaults of a full run are DeepSeek-V3.2's and the paper's."""
@@ -51,7 +53,7 @@ Examples:
 
 \b
   torchrun --nproc-per-node 8 -m indexcache_train --model ./my-dsa-model \\
-        --pattern deploy/mine/pattern.yaml@1/4 ...
+        --pattern deploy/mine/pattern.yaml@1/4 --training sft.jsonl --seq-len 32768
       Eight GPUs: weights, gradients and optimizer are sharded with FSDP2.
 
 \b
@@ -64,6 +66,7 @@ Examples:
 
 Run the same command again to go on after a kill, a crash or Ctrl-C: the losses are the same as without it.
 
+{MORE}
 {exit_codes("the run failed (a loss was not finite)")}
 """
 
@@ -259,7 +262,7 @@ def distill(
     with running(context, NEEDS, quiet=not main) as console:
         for package in ("psutil", "torch", "transformers"):
             if find_spec(package) is None:
-                raise SearchError(f"{package} is not installed; expected: pip install 'sglang-indexcache[train]'")
+                raise SearchError(f"{package} is not installed; expected: pip install {requirement('train')}")
         if is_demo and training is None:
             training, evaluation = list(demo.CALIBRATION), evaluation or list(demo.EVALUATION)
         if not training:

@@ -14,44 +14,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from typer import Typer
-from typer.core import TyperCommand
 
 import sglang_indexcache
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.config import SETTINGS, read_config
 from indexcache_search.cli.groups import group, hint_for
+from indexcache_search.cli.help import HELP_OPTIONS, HelpfulCommand
 from indexcache_search.console import errors_in_one_line, messages
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.redaction import HIDDEN, redacted
 
-GROUPS = {
-    "Model": ("model", "pattern", "search_first", "selection", "index_heads", "index_dim", "index_topk"),
-    "Data": (
-        *("calibration", "training", "evaluation", "rows", "dry_run", "seq_len", "num_sequences"),
-        *("num_eval_sequences", "tasks", "reply", "decode_steps", "seed"),
-    ),
-    "Engine": ("engine", "endpoint", "device", "dtype", "batch_size", "prefix_cache_gb", "threads"),
-    "Output": ("every", "write", "tensorboard", "output", "work_dir", "restart", "config", "version", "help"),
-}
-"""Groups of `--help` with their options; all others stand in a group named after the command."""
 WORDS = "words"  # key in `context.meta` for the command line
 _SECRET = re.compile(r"--([\w-]+[-_])?(key|token|password|secret)")
 
 
-class Command(TyperCommand):
-    """A command that groups the options in its help, and hints at the option that has an unknown flag as a setting."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options in groups."""
-        own = str(self.name).rpartition("-")[2].capitalize()
-        known = {name: title for title, names in GROUPS.items() for name in names}
-        records: dict[str, list[Any]] = {title: [] for title in ("Model", "Data", own, "Engine", "Output")}
-        for item in self.get_params(ctx):
-            records[known.get(item.name, own)].append(item.get_help_record(ctx))
-        for title, lines in records.items():
-            if lines:
-                with formatter.section(title):
-                    formatter.write_dl(lines)
+class Command(HelpfulCommand):
+    """A command that hints at the option that has an unknown flag as a setting."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an error ends in one line."""
@@ -72,12 +50,12 @@ def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", 
 
     Args:
         functions: by the command's name; each parameter of a function is an option.
-        epilog: text behind the options in `--help`.
+        epilog: text behind the options in `--help`; see `HelpfulCommand`.
         help: text about all commands together.
         more: settings of the commands' contexts.
     """
     app = Typer(help=help, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    context = {"help_option_names": ["-h", "--help"], "max_content_width": 110, **more}
+    context = {**HELP_OPTIONS, "max_content_width": 110, **more}
     for name, function in functions.items():
         app.command(name, cls=Command, epilog=epilog, context_settings=context)(function)
     return app

@@ -97,7 +97,7 @@ def server_flags(context: typer.Context, taken: bool) -> tuple[str, ...]:
         if words and not taken:
             flag = words[0].partition("=")[0]
             hint = hint_for(context.command.callback, flag) or (
-                f"see {context.info_name} --help; a flag of SGLang's server is taken with --engine sglang, without"
+                f"see {context.info_name} --help-all; a flag of SGLang's server is taken with --engine sglang, without"
                 " --endpoint"
             )
             raise SearchError(f"{where}no such option: {flag}; {hint}")

@@ -15,6 +15,7 @@ from indexcache_search.cli.bounded import SEQUENCES, Bounds
 from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.cli.extra import with_options
+from indexcache_search.cli.help import MORE
 from indexcache_search.console import results, warn
 from indexcache_search.data import COMPARED
 from indexcache_search.errors import SearchError
@@ -45,7 +46,7 @@ Examples:
       The demo with what you found.
 
 \b
-  indexcache-eval --model ./my-dsa-model --pattern deploy/mine/pattern.yaml@1/4 --pattern published=FFSF... \\
+  indexcache-eval --model ./my-dsa-model --pattern deploy/mine/pattern.yaml@1/4 --pattern even=uniform@1/4 \\
         --evaluation held_out.jsonl --tasks multi_key,variable_tracking --seq-len 8192 --device cuda --dtype bfloat16
       Two patterns of a model that one GPU holds, on your text and on generated tasks.
 
@@ -56,7 +57,8 @@ Examples:
       Is what is served as good as the baseline server, the first one, and how much faster? --model is read for its
       tokenizer and configuration only.
 
-{_EXAMPLES}{exit_codes(f"a pattern or server is worse than {_GATES} allows, or a loss was not finite")}
+{_EXAMPLES}{MORE}
+{exit_codes(f"a pattern or server is worse than {_GATES} allows, or a loss was not finite")}
 """
 
 

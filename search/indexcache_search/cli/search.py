@@ -25,6 +25,7 @@ from indexcache_search.cli.command import (
 from indexcache_search.cli.config import server_flags
 from indexcache_search.cli.engines import EngineChoice, engine_option
 from indexcache_search.cli.extra import example_of
+from indexcache_search.cli.help import MORE
 from indexcache_search.console import results
 from indexcache_search.data import JUDGED, SEARCHED, SEARCHED_IN_TIME
 from indexcache_search.errors import SearchError
@@ -36,15 +37,6 @@ from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern.indexer_setting import QUERIES
 
 EPILOG = f"""
-Strategies, and what they evaluate (docs/reference/strategies.md):
-
-\b
-{chr(10).join(f"  {name:<12}{item.summary}" for name, item in strategies().items())}
-
-Their settings: flips (of lazy: evaluated in a step at least; 1; more is surer and dearer), race (no: all sequences at
-once, where a strategy looks at a part of them first), swaps (a local search after the strategy tries so many a round;
-0), blocks (of greedy: so many blocks of layers in turn; 1).
-
 Examples:
 
 \b
@@ -58,24 +50,35 @@ Examples:
       model must fit one GPU, or the CPU.
 
 \b
-  indexcache-search --calibration long.parquet --calibration owner/dataset:subset --evaluation held_out.jsonl ...
+  indexcache-search --model ./my-dsa-model --calibration text.jsonl --calibration code.jsonl --evaluation other.jsonl
       Several sources count equally, and so do the sequences of each. Without --evaluation, held-out text is set aside
       from the calibration sources.
 
 \b
-  indexcache-search ... --strategy greedy:blocks=4 --objective nll
-      The paper's Algorithm 1, in four blocks. Strategies share their evaluations in the same --work-dir.
-
-{example_of("selection")}\b
-  indexcache-search ... --prefill 0.4
-      Prompts of 131,072 tokens in at most 0.4 of the time that the model's own pattern takes: layers may select for up
-      to 16 queries at a time (docs/blocks.md). F and S at --retain stand beside it.
-
-{example_of("bytes")}\b
   indexcache-search --config glm5.yaml --seed 1
       Options of a file, such as `retain: 1/4` or `strategy: {{name: lazy, flips: 2}}`; flags win over it.
 
 Run the same command again to go on after a kill, a crash or Ctrl-C.
+{MORE}
+\b
+  indexcache-search --strategy greedy:blocks=4 --objective nll
+      The paper's Algorithm 1, in four blocks. Strategies share their evaluations in the same --work-dir.
+
+\b
+  indexcache-search --prefill 0.4
+      Prompts of 131,072 tokens in at most 0.4 of the time that the model's own pattern takes: layers may select for up
+      to 16 queries at a time (docs/blocks.md). F and S at --retain stand beside it.
+
+{example_of("selection")}
+{example_of("bytes")}
+Strategies, and what they evaluate (docs/reference/strategies.md):
+
+\b
+{chr(10).join(f"  {name:<12}{item.summary}" for name, item in strategies().items())}
+
+Their settings: flips (of lazy: evaluated in a step at least; 1; more is surer and dearer), race (no: all sequences at
+once, where a strategy looks at a part of them first), swaps (a local search after the strategy tries so many a round;
+0), blocks (of greedy: so many blocks of layers in turn; 1).
 
 {exit_codes("the run failed (a loss was not finite)")}
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 
 import jinja2
@@ -40,13 +41,16 @@ def environment() -> jinja2.Environment:
     return found
 
 
-def section(frontier: Frontier | None, served: Callable[[Point], str | None], noun: str = "patterns") -> Markup:
+def section(
+    frontier: Frontier | None, served: Callable[[Point], str | None], noun: str = "patterns", model: str = "MODEL"
+) -> Markup:
     """Render the section; nothing where there are no points.
 
     Args:
         frontier: the points.
         served: how a server is told to run a point's pattern; `None` if there is no short way to say that.
         noun: what the points are.
+        model: what a server is told to load.
     """
     if frontier is None:
         return Markup("")
@@ -55,7 +59,7 @@ def section(frontier: Frontier | None, served: Callable[[Point], str | None], no
     chosen = [[choose(frontier, context, allowance) for context in contexts] for allowance in ALLOWANCES]
     template, spoken = pages.get_template("advice.html"), words_of(frontier.dense)
     numbers = {id(point): number for number, point in enumerate(frontier.points)}
-    given = {"frontier": frontier, "served": served, "noun": noun, "words": spoken}
+    given = {"frontier": frontier, "served": served, "noun": noun, "words": spoken, "model": shlex.quote(model)}
     advice = [[Markup(template.render(advice=item, **given)) for item in row] for row in chosen]  # noqa: S704
     picks = [[None if item.point is None else numbers[id(item.point)] for item in row] for row in chosen]
     main = chart(frontier)

@@ -57,7 +57,7 @@ def texts(result: SearchResult, model: str) -> dict[str, str]:
     return {
         PATTERN: result.pattern_file.dumps(),
         METRICS: json.dumps(result.as_json(), indent=1) + "\n",
-        REPORT: render(result),
+        REPORT: render(result, named.repository if named.folder is None else "MODEL"),
         CARD: model_card.render(result, named.repository if named.folder is None else None),
     }
 

@@ -11,7 +11,7 @@ from indexcache_search.results.words import counted
 from indexcache_search.searching import model_card
 from indexcache_search.searching.job import Files
 from indexcache_search.strategies import DEFAULT_RETAIN
-from sglang_indexcache.pattern_file.result_folder import FILES, PATTERN
+from sglang_indexcache.pattern_file.result_folder import FILES, PATTERN, REPORT
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
@@ -40,11 +40,12 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
     )
     out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
     path = files.folder / PATTERN
+    out.print(f"Next: read {files.folder / REPORT} in a browser", soft_wrap=True)
     if model is None:
         shares = ",".join(dict.fromkeys(row.retention for row in result.found if row.retention))
         asked = () if shares in ("", DEFAULT_RETAIN) else ("--retain", shares)
-        out.print(f"Next: {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
+        out.print(f"      {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
         return
     advised = f"{path}{model_card.suffix(result)}"
-    out.print(f"Next: {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
+    out.print(f"      {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
     out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)

@@ -35,8 +35,9 @@ Examples:
       What a server's step and memory become with SGLang's HiSparse, on text like your traffic.
 
 \b
-  indexcache-offload --model Qwen/Qwen3-8B --pattern DDFSSSFSSSSS... --evaluation traffic.jsonl --seq-len 16384 \\
-        --selection score=compressed_keys,pages=32,steps=none/ema:0.9/bounded:2 --device cuda --dtype bfloat16
+  indexcache-offload --model Qwen/Qwen3-8B --pattern deploy/qwen3/pattern.yaml --evaluation traffic.jsonl \\
+        --seq-len 16384 --selection score=compressed_keys,pages=32,steps=none/ema:0.9/bounded:2 \\
+        --device cuda --dtype bfloat16
       A dense model: what policies lose, and what they bring.
 
 \b

@@ -142,7 +142,7 @@ class IndexerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRuntime:
-    """Settings of how a run trains; see `indexcache-distill --help`.
+    """Settings of how a run trains; see `indexcache-distill --help-all`.
 
     Attributes:
         device: `auto` or `cpu`.

@@ -13,8 +13,8 @@ from indexcache_search.results.words import serving_flags, words_of
 from sglang_indexcache import Pattern
 
 
-def render(result: SearchResult) -> str:
-    """Render the page of a search: no file beside it, no network."""
+def render(result: SearchResult, model: str = "MODEL") -> str:
+    """Render the page of a search of `model`, a hub id: no file beside it, no network."""
     template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     held_out, search = result.held_out, result.pattern_file.search
     assert search is not None
@@ -43,6 +43,6 @@ def render(result: SearchResult) -> str:
         figures=figures,
         columns=tables.columns(held_out),
         rows=[tables.cells(row, held_out) for row in tables.shown_rows(held_out)],
-        frontier=section(estimated(held_out), served),
+        frontier=section(estimated(held_out), served, model=model),
         speed=tables.speed_line(held_out),
     )
