@@ -233,3 +233,20 @@ def test_indexer_topk_says_what_does_not_fit(name: str, change: object, message:
     with pytest.raises(KernelInputError) as error:
         indexer_topk(**given)  # type: ignore[arg-type]
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("topk", [1, 40, 500])
+@pytest.mark.parametrize("exact", [True, False], ids=["ties", "no ties"])
+@pytest.mark.parametrize("lengths", [(0, 300), (0, 7, 140, 141, 400)], ids=["one sequence", "several"])
+def test_the_definition_is_a_stable_sort_of_all_scores(lengths: tuple[int, ...], exact: bool, topk: int) -> None:
+    """It goes on from block to block of queries, each with the keys that it sees."""
+    given = inputs(lengths[-1], lengths[-1], 4, 16, torch.float32)
+    if exact:
+        given = {name: tensor.round() for name, tensor in given.items()}
+    starts, ends = causal_ranges(torch.tensor(lengths, device=DEVICE))
+    found = indexer_topk(**given, starts=starts, ends=ends, topk=topk, backend="naive")
+    scores = naive.indexer_scores(**{name: tensor.double() for name, tensor in given.items()})
+    for row, chosen, start, end in zip(scores, found.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        seen = row[start:end].sort(descending=True, stable=True).indices[:topk] + start
+        expected = sorted(seen.tolist())
+        assert chosen == expected + [-1] * (topk - len(expected))

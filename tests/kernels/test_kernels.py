@@ -98,6 +98,31 @@ def test_sparse_attention_attends_to_the_selected_keys(
         assert (sparse_attention(q, k, v, indices, 1.0, backend="triton")[0] == 0).all()
 
 
+def test_the_definition_attends_to_gathered_keys() -> None:
+    """Block by block of queries, with gradients; the third query selects nothing, the fourth two keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((300, 6, 8), (310, 3, 8), (310, 3, 5))
+    )
+    indices = torch.stack([torch.randperm(310, generator=generator)[:20] for _ in range(300)]).int()
+    near = [torch.randperm(40, generator=generator)[:20] + 50 for _ in range(172)]
+    indices[128:] = torch.stack(near).int()  # blocks of queries whose keys lie together
+    indices[2], indices[3, 2:] = -1, -1
+    out, lse = sparse_attention(q, k, v, indices, 0.3, backend="naive")
+    for row, chosen in enumerate(indices):
+        kept = chosen[chosen >= 0].long()
+        scores = torch.einsum("gjd,lgd->gjl", q[row].view(3, 2, 8), k[kept]) * 0.3
+        expected = torch.einsum("gjl,lgv->gjv", scores.softmax(2), v[kept]).reshape(6, 5)
+        torch.testing.assert_close(out[row], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse[row], scores.logsumexp(2).flatten(), rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda *given: sparse_attention(*given, indices[126:130], 0.3, backend="naive")[0],
+        (q[126:130].detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()),
+        fast_mode=True,
+    )
+
+
 def test_sparse_attention_says_what_does_not_fit() -> None:
     q, k, indices = torch.zeros(2, 3, 16), torch.zeros(5, 2, 16), torch.zeros(2, 4, dtype=torch.int32)
     with pytest.raises(KernelInputError, match="q has 3 heads, expected a multiple of the 2 of k"):

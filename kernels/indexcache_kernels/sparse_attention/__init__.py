@@ -30,7 +30,7 @@ def sparse_attention(
         v: `[L, G, V]`; or V, where the first V dimensions of a key are its value, as in absorbed MLA (D 576, V 512).
         indices: `[T, K]`, int32: rows of `k`, in any order, -1 for none; the same for all heads.
         scale: what products are multiplied by, before the softmax.
-        backend: `naive` is PyTorch with gathered copies, `triton` needs a CUDA device or TRITON_INTERPRET=1,
+        backend: `naive` is PyTorch with dense scores, `triton` needs a CUDA device or TRITON_INTERPRET=1,
             `flash_mla` sgl_kernel, and runs its forward for absorbed MLA in bfloat16 on Hopper. `auto` takes the first
             that fits of the last, `triton` on CUDA, and `naive`. Gradients: `naive` and `triton` have their own; the
             others take `hopper`'s where `hopper.fits`, else Triton's.
