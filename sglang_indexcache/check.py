@@ -324,7 +324,7 @@ def _unread(options: argparse.Namespace, pattern: Pattern, family: Family, asked
     if source is None or asked.allow_unread:
         return []
     try:
-        features = replacing(pattern, family, asked)
+        features = replacing(pattern, family, asked, line)
     except PatternError:  # no server has such layers, which was said
         return []
     features += family.sglang.in_backends(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ class Metadata:
     """Of a forward pass: what SGLang's class says, for requests with a prefix."""
 
     def __init__(self, prefixes: Sequence[int], lengths: Sequence[int], kind: str) -> None:
-        totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+        self.totals = totals = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
         bases = [sum(totals[:number]) for number in range(len(totals))]
         rows = [
             (number, bases[number], position)
@@ -55,6 +56,27 @@ class Metadata:
         offsets = self.starts if kind == RAGGED else None
         self.attn_metadata = SimpleNamespace(topk_indices_offset=offsets, page_table_1=slots, page_size=PAGE)
         self.pages = pages
+
+    def of_rank(self, rank: int, ranks: int) -> tuple[Metadata, Tensor]:
+        """What a rank of context parallelism has: every n-th row, and the requests that these are of.
+
+        Returns:
+            Its metadata, and which keys, of all requests, it has.
+        """
+        own, totals = copy(self), self.totals
+        kept = sorted(set(self.requests[rank::ranks].tolist()))
+        bases = torch.tensor([sum(totals[number] for number in kept[:place]) for place in range(len(kept))])
+        own.requests = torch.tensor([kept.index(item) for item in self.requests[rank::ranks].tolist()]).int()
+        own.starts, own.lengths = bases.int()[own.requests], self.lengths[rank::ranks]
+        own.pages, whole = self.pages[kept], self.attn_metadata
+        own.attn_metadata = SimpleNamespace(
+            topk_indices_offset=own.starts if self.kind == RAGGED else None,
+            page_table_1=whole.page_table_1[kept],
+            page_size=PAGE,
+        )
+        first = [sum(totals[:number]) for number in kept]
+        keys = [torch.arange(begin, begin + totals[number]) for begin, number in zip(first, kept, strict=True)]
+        return own, torch.cat(keys)
 
     def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor]:
         return self.starts, self.starts + self.lengths
@@ -180,7 +202,12 @@ CALLS = {
 
 @pytest.fixture
 def sglang_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for what is imported: whether selections are given as slots, and the indexer's class."""
+    """See `put_modules`."""
+    put_modules(monkeypatch)
+
+
+def put_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for what is imported: whether selections are given as slots, and the indexer's class."""
     module = ModuleType("sglang.srt.environ")
     module.envs = SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True))  # type: ignore[attr-defined]
     indexer = ModuleType("sglang.srt.layers.attention.dsa.dsa_indexer")

@@ -40,7 +40,7 @@ def family_features() -> tuple[Feature, ...]:
     for served in (family.sglang for family in known_families()):
         configured, blocks = by_configuration(served), with_blocks(served)
         features += [served.serving, served.pipeline, None if configured is None else configured.rule]
-        features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping]
+        features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping, blocks.context]
         features += served.variants
     features += [measure.feature for measure in extensions("measures", object).values()]
     return tuple(dict.fromkeys(item for item in features if item is not None))

@@ -123,6 +123,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         _BOTH_ON_TWO,
         ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
         _interleaved,
+        "blocks of queries with it on GPUs",
     ),
     Combination(
         "other context parallelism",

@@ -22,7 +22,7 @@ from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang import variables as environment
 from sglang_indexcache.sglang.asked import Asked
-from sglang_indexcache.sglang.meaning import Meaning
+from sglang_indexcache.sglang.meaning import Meaning, context_ranks
 from sglang_indexcache.sglang.override_flag import parse_overrides
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 
@@ -76,11 +76,9 @@ def refusals_of(
     yield from environment.refused(variables or {})
     for given, reason in refused_flags({**_REFUSED, **adapter.refused_flags}, arguments):
         yield given, f"{given} {NOT_COMBINED}: {reason}"
-    for given, reason in () if blocks is None else refused_flags(blocks.refused_with_blocks, arguments):
-        if pattern.indexers:
-            yield given, f"{given} can't be combined with {pattern.indexers[0]}: {reason}"
-        elif shard:
-            yield given, f"{given} can't be combined with {SHARD_FLAG}: they were never tried together"
+    beside = {} if blocks is None else blocks.refused_beside(pattern, shard, arguments)
+    for given, line in refused_flags(beside, arguments):
+        yield given, f"{given} can't be combined with {line}"
     yield from adapter.refused_with(pattern, arguments)
     stages = getattr(arguments, "pp_size", None) or 1
     if stages > 1 and adapter.pipeline is None:
@@ -104,14 +102,22 @@ def storage_refusals(source: SglangSource, arguments: Any) -> Iterator[tuple[str
         yield given, f"{given} {backend} {NOT_COMBINED}: {problem}"
 
 
-def replacing(pattern: Pattern, family: Family, asked: Asked) -> tuple[Feature, ...]:
-    """Return the features that a pattern needs on a family with what is asked for, and that may replace methods."""
+def replacing(pattern: Pattern, family: Family, asked: Asked, arguments: Any) -> tuple[Feature, ...]:
+    """Return the features that a pattern needs on a family with what is asked for, and that may replace methods.
+
+    Args:
+        pattern: the pattern to serve.
+        family: the model's family.
+        asked: what is asked for beside it.
+        arguments: SGLang's server arguments, or a launch line.
+    """
     adapter, blocks = family.sglang, with_blocks(family.sglang)
     found = [] if pattern.is_full else [adapter.serving]
     found += adapter.needed(pattern)
     if blocks is not None:
         found += [blocks.sharding] if asked.shard else []
         found += [blocks.grouping] if pattern.indexers and not asked.ungrouped else []
+        found += [blocks.context] if pattern.indexers and context_ranks(arguments) > 1 else []
     return tuple(found)
 
 
@@ -265,12 +271,14 @@ class Preflight(EnginePlan):
                 raise error
             family = checkpoint.family
             self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))
+            blocks = with_blocks(family.sglang)
             if self.asked.shard:
-                blocks = with_blocks(family.sglang)
                 if blocks is None:
                     raise PreflightError(f"{SHARD_FLAG} is not served on {family.name}; expected a DSA model")
                 self.require(blocks.sharding, SHARD_FLAG)
-            self.require_read(*replacing(self.pattern, family, self.asked))
+            if blocks is not None and self.pattern.indexers and context_ranks(self._arguments) > 1:
+                self.require(blocks.context, "--enable-prefill-cp")
+            self.require_read(*replacing(self.pattern, family, self.asked, self._arguments))
             self._families[model] = family
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position

@@ -18,6 +18,7 @@ from sglang_indexcache.serving.counted import Counter, kinds_of
 from sglang_indexcache.serving.preflight import EnginePlan
 from sglang_indexcache.serving.proven import Proof
 from sglang_indexcache.serving.ranks import RankReport, barrier_all_ranks, disagreement, first_problem, read_back
+from sglang_indexcache.sglang.meaning import context_ranks
 from sglang_indexcache.sglang.probes import LOAD_MODEL, Need
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ def agree(plan: EnginePlan, runner: Any, report: RankReport) -> str | None:
     if problem is None:
         pattern = read_back(reports, plan.family.sglang.selection(runner.model))
         shared = {layer: ranks for item in reports for layer, ranks in item.shared_rows.items()}
-        plan.proven.set(Proof(pattern, len(report.layers), len(reports), shared))
+        contexts = {layer: ranks for item in reports for layer, ranks in item.contexts.items()}
+        plan.proven.set(Proof(pattern, len(report.layers), len(reports), shared, contexts))
     return problem
 
 
@@ -178,6 +180,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
     effective: dict[int, LoadedRole] = {}
     indexers: tuple[IndexerSetting, ...] = ()
     shared: Mapping[int, int] = {}
+    contexts: Mapping[int, int] = {}
     try:
         if new:
             adapter.loaded(runner, plan.pattern)
@@ -186,13 +189,17 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         effective = effective_roles(adapter, runner.model)
         selection = adapter.selection(runner.model)
         if blocks is not None:
-            indexers, shared = blocks.read_back(runner.model)
+            indexers, shared, contexts = blocks.read_back(runner.model)
         problem = mismatch(plan.pattern, effective, adapter.begins_every_stage, adapter.place)
         problem = problem or other_indexers(plan.pattern, effective, indexers)
         sharing = {site for site, found in effective.items() if plan.asked.shard and found.role == FULL}
         if problem is None and set(shared) != sharing:
             site = min(set(shared) ^ sharing)
             problem = f"layer {site} would {'' if site in shared else 'not '}share out the rows of prompts"
+        ranks_of_context = context_ranks(runner.server_args) if indexers else 1
+        expected = {item.layer: ranks_of_context for item in indexers if ranks_of_context > 1}
+        if problem is None and contexts != expected:
+            problem = f"blocks would be selected over {contexts} (layers: ranks of a context), expected {expected}"
         if problem is None and selection != plan.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
     except Exception as error:
@@ -206,6 +213,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         indexers=indexers,
         shared_rows=shared,
         shard=plan.asked.shard,
+        contexts=contexts,
     )
 
 

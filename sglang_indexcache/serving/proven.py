@@ -23,12 +23,14 @@ class Proof:
         modules: attention modules on this rank.
         ranks: number of ranks that agreed.
         shared_rows: over how many ranks each layer shares out the rows of prompts, by layer.
+        contexts: over how many ranks of context parallelism each layer selects in blocks, by layer.
     """
 
     pattern: Pattern
     modules: int
     ranks: int
     shared_rows: Mapping[int, int] = field(default_factory=dict)
+    contexts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,7 +111,7 @@ class ProofHolder:
             ProofError: as `proof`.
         """
         pattern = self.proof.pattern
-        shared = self.proof.shared_rows
+        shared, contexts = self.proof.shared_rows, self.proof.contexts
         lost = {} if self._lost is None else dict(zip(("since", "reason"), self._lost, strict=True))
         return {
             **({} if pattern.selection is None else {"selection": pattern.selection.as_dict()}),
@@ -120,6 +122,7 @@ class ProofHolder:
             "shared_layers": len(pattern.shared_layers),
             **({"own_layers": len(pattern.own_layers)} if pattern.own_layers else {}),
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
+            **({"context_layers": len(contexts), "context_ranks": min(contexts.values())} if contexts else {}),
             **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
             "source": source,
             "version": version(),

@@ -23,7 +23,8 @@ class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
     `indexers` are those of this rank's layers that select in blocks, `shared_rows` over how many ranks its layers share
-    out the rows of prompts; `shard` says whether the rank was told to.
+    out the rows of prompts; `shard` says whether the rank was told to. `contexts` says over how many ranks
+    SGLang shares them out, for layers in blocks.
     """
 
     fingerprint: str
@@ -33,6 +34,7 @@ class RankReport:
     indexers: tuple[IndexerSetting, ...] = ()
     shared_rows: Mapping[int, int] = field(default_factory=dict)
     shard: bool = False
+    contexts: Mapping[int, int] = field(default_factory=dict)
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "layer") -> str | None:

@@ -43,6 +43,13 @@ def data_parallel_ranks(arguments: Any) -> int:
     return max(getattr(arguments, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
 
 
+def context_ranks(arguments: Any) -> int:
+    """Return over how many ranks of attention SGLang shares out the tokens of prompts in turn; 1 without that."""
+    meant = Meaning(arguments)
+    interleaved = meant.enable_prefill_cp and meant.cp_strategy == INTERLEAVE
+    return int(meant.attn_cp_size or 1) if interleaved else 1
+
+
 SOURCES = {
     "enable_dp_attention": ("enable_dp_attention", "attn_dp_size"),
     "enable_prefill_cp": (

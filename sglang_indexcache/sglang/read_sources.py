@@ -67,6 +67,13 @@ READ: dict[str, Mapping[str, str]] = {
         MISSING: "0.5.17 to 0.5.21, which have none",
         "29e4859f40ead4fe": "0.5.22 to 0.5.23",
     },
+    "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend._cal_indexer_k_start_end": {
+        "b5ed9427bc19c06b": "0.5.17",
+        "e6e02250c0058331": "0.5.23",
+    },
+    "sglang.srt.layers.cp.interleave.InterleaveCPStrategy._interleave_shard": {
+        "bf48214d0b005b3b": "0.5.17, 0.5.23",
+    },
     "sglang.srt.layers.attention.dsv4.indexer.C4Indexer.forward": {
         "b12d6812dc59737e": "0.5.12 to 0.5.12.post1",
         "fd32abf2e09e1775": "0.5.13 to 0.5.22",

@@ -63,10 +63,10 @@ class Backend:
         return weights.nan_to_num(0.0) @ found[..., :v_head_dim]
 
 
-def placed(pattern: Pattern = PATTERN, heads: int = 4, **changes: Any) -> Backend:
+def placed(pattern: Pattern = PATTERN, heads: int = 4, ranks: int = 1, **changes: Any) -> Backend:
     backend = Backend()
     vars(backend).update(changes)
-    grouped.place(backend, pattern, dict.fromkeys(range(len(pattern)), heads))
+    grouped.place(backend, pattern, dict.fromkeys(range(len(pattern)), heads), ranks)
     return backend
 
 
@@ -138,6 +138,8 @@ def test_where_it_stands() -> None:
     assert grouped.selecting_in_blocks(Pattern.parse("FSFSSF+0q4+2q8")) == {0: 0, 1: 0, 2: 2, 3: 2, 4: 2}
     for backend, layers in (
         (placed(Pattern.parse("FSFSSF+0q4+2q8")), (0, 1, 2, 3, 4)),
+        (placed(Pattern.parse("FSFSSF+0q4+2q8"), ranks=4), (2, 3, 4)),
+        (placed(Pattern.parse("FSFSSF+0q4+2q8"), ranks=3), ()),
         (placed(heads=64), ()),
         (placed(heads=128), ()),
         (placed(heads=48), ()),

@@ -63,6 +63,19 @@ def test_it_is_the_attention_of_each_query(
     assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize(("queries", "ranks"), [(4, 2), (16, 4), (6, 3)])
+def test_a_rank_may_have_some_queries_of_each_block(backend: Any, queries: int, ranks: int) -> None:
+    """Every n-th of the pass, which begins anywhere within a block; tokens that nobody here sees are no keys."""
+    q, kv, table = inputs(3, queries, 8, 40, torch.float32)
+    for rank in range(ranks):
+        rows, keys = q[rank::ranks].contiguous(), table[rank::ranks]
+        out = rows.new_empty(*rows.shape[:2], V_DIM)
+        given = {"queries": queries // ranks, "own": queries, "scale": 0.1, "v_dim": V_DIM, "out": out}
+        found = grouped_attention(rows, kv, keys, **given, backend=backend)
+        assert (found.double() - alone(rows, kv, keys, 0.1)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_keys_may_be_split_anywhere(seed: int) -> None:
     """A part of the keys, and the rest added by denominators, is all of them: also where one part has none."""
@@ -104,6 +117,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q[:3], kv, table[:3]), {}, "expected blocks of 2 queries"),
         ((q, kv, table), {"queries": 32}, "expected blocks of 32 queries"),
         ((q, kv, table[:2]), {}, "expected blocks of 2 queries"),
+        ((q, kv, table), {"own": 1}, "expected blocks of 2 queries"),
+        ((q, kv, table), {"own": 17}, "expected blocks of 2 queries"),
         ((q, kv[:, :32], table), {}, r"kv is \[204, 32\]"),
         ((q, kv, table), {"v_dim": 32}, "out"),
         ((q, kv, table.mT.contiguous().mT), {}, "are not contiguous"),

@@ -111,6 +111,11 @@ def test_what_queries_attend_to(backend: Any, kind: int, topk: int, queries: int
             )
             assert result[begin + number].tolist() == naive.translate(wanted, of_row)[0].tolist()
     assert (result[80:] == 7).all()
+    for ranks in (2, 3, 8, 90):
+        for rank in range(ranks):
+            own = torch.full((len(result[rank::ranks]) + 1, topk), 7, dtype=torch.int32, device=DEVICE)
+            expand_blocks(chosen, first, sizes, begins, space, own, rank=rank, ranks=ranks, backend=backend)
+            assert torch.equal(own[:-1], result[rank::ranks]) and (own[-1] == 7).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -125,6 +130,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: lowest_last(q[:2, 0], chosen.long(), first, first), "chosen is"),
         (lambda: expand_blocks(chosen, first, first, first, IndexSpace(), chosen[:, :4]), r"result is \[2, 4\]"),
         (lambda: expand_blocks(chosen, first, first, first.long(), IndexSpace(), chosen), "begins is"),
+        (lambda: expand_blocks(chosen, first, first, first, IndexSpace(), chosen, rank=2, ranks=2), "rank is 2 of 2"),
         (lambda: mean_queries(q, gates, first, first, backend="other"), "backend is other"),  # type: ignore[arg-type]
     ):
         with pytest.raises(KernelInputError, match=line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from indexcache_kernels.backends import Backend, runs_triton
@@ -21,6 +22,7 @@ def grouped_attention(
     table: Tensor,
     *,
     queries: int,
+    own: int | None = None,
     scale: float,
     v_dim: int,
     out: Tensor,
@@ -29,7 +31,7 @@ def grouped_attention(
 ) -> Tensor:
     """Attend from the queries of blocks to the keys in their rows of `table`, as if each query did so alone.
 
-    The queries of a block have the same keys in the first K - `queries` columns, and in the others the tokens of their
+    The queries of a block have the same keys in the first K - `own` columns, and in the others the tokens of their
     block up to themselves. So the first part is attended to once a block, from all its queries and heads together; the
     other part is added in one kernel, which puts both together by their denominators.
 
@@ -37,7 +39,9 @@ def grouped_attention(
         q: `[B x queries, H, D]`, contiguous: absorbed queries, float32 or bfloat16. Queries of a block are neighbours.
         kv: `[N, D]`, contiguous, in the dtype of `q`: keys, of which the first `v_dim` dimensions are the values.
         table: `[B x queries, K]`, int32: rows of `kv`, -1 for none; contiguous in its columns.
-        queries: number of queries of a block, K at most.
+        queries: number of queries of a block here, K at most.
+        own: number of tokens of a block, `queries` by default: a block may have other queries elsewhere. Then those
+            that a query does not see are -1.
         scale: what products are multiplied by.
         v_dim: dimensions of a value.
         out: `[B x queries, H, v_dim]`, contiguous, in the dtype of `q`; written.
@@ -54,7 +58,8 @@ def grouped_attention(
     if q.ndim != 3 or 0 in q.shape[1:]:
         raise KernelInputError(f"q is {list(q.shape)}, expected [B x queries, H, D] with heads and dimensions")
     rows, heads, dim = q.shape
-    if queries < 2 or rows % queries or table.shape[0] != rows or table.shape[1] < queries:
+    tokens = queries if own is None else own
+    if not 2 <= queries <= tokens or rows % queries or table.shape[0] != rows or table.shape[1] < tokens:
         raise KernelInputError(
             f"q is {list(q.shape)} and table {list(table.shape)}, expected blocks of {queries} queries, K at least"
         )
@@ -70,14 +75,15 @@ def grouped_attention(
     if not len(kv):
         raise KernelInputError("kv has no rows, expected at least those of the queries' own tokens")
     blocks = rows // queries
-    common, count = table[::queries], table.shape[1] - queries  # [B, K], of which count columns are shared
+    common, count = table[::queries], table.shape[1] - tokens  # [B, K], of which count columns are shared
     attend = attend if count else naive.attend  # kernels want keys
     shared, lse = attend(q.view(blocks, queries * heads, dim), kv, common, scale, count, v_dim)
-    own = table[queries - 1 :: queries, -queries:]  # [B, queries]: the last query of a block sees all its tokens
+    keys = table[queries - 1 :: queries, -tokens:]  # [B, tokens]: the last query of a block sees most of them
+    seen = None if tokens == queries else (table[:, -tokens:] >= 0).sum(1, dtype=torch.int32)  # [B x queries]
     if runs_triton(backend, q):
         from indexcache_kernels.grouped_attention.triton import add_own
 
-        add_own(q, kv, own, shared, lse, scale, out)
+        add_own(q, kv, keys, shared, lse, scale, out, seen)
     else:
-        naive.add_own(q, kv, own, shared, lse, scale, out)
+        naive.add_own(q, kv, keys, shared, lse, scale, out, seen)
     return out

@@ -16,16 +16,17 @@ _ROWS = 32  # queries x heads of a program
 
 @triton.jit
 def _add_own_kernel(
-    q_ptr, kv_ptr, own_ptr, shared_ptr, lse_ptr, out_ptr, scale, own_stride, shared_stride, lse_stride,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, OWN: tl.constexpr,
-    ROWS: tl.constexpr, PIECE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, kv_ptr, own_ptr, seen_ptr, shared_ptr, lse_ptr, out_ptr, scale, own_stride, shared_stride, lse_stride,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, TOKENS: tl.constexpr,
+    OWN: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from ROWS pairs of a query and a head of one block."""
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # [ROWS], of the block
     live = row < QUERIES * HEADS
     key = tl.arange(0, OWN)  # [OWN]
-    token = tl.load(own_ptr + block * own_stride + key, mask=key < QUERIES, other=-1).to(tl.int64)
+    token = tl.load(own_ptr + block * own_stride + key, mask=key < TOKENS, other=-1).to(tl.int64)
     there = token >= 0
     at = block * QUERIES * HEADS + row
     score = tl.zeros((ROWS, OWN), tl.float32)
@@ -36,7 +37,10 @@ def _add_own_kernel(
         if UPCAST:
             query, keys = query.to(tl.float32), keys.to(tl.float32)
         score = tl.dot(query, tl.trans(keys), score, input_precision=PRECISION)
-    seen = there[None, :] & (key[None, :] <= (row // HEADS)[:, None])
+    limit = row // HEADS + 1
+    if LIMITED:
+        limit = tl.load(seen_ptr + block * QUERIES + row // HEADS, mask=live, other=0)
+    seen = there[None, :] & (key[None, :] < limit[:, None])
     score = tl.where(seen, score * scale, float("-inf"))
     before = tl.load(lse_ptr + block * lse_stride + row, mask=live, other=float("-inf")) * _LN2  # [ROWS]
     highest = tl.maximum(tl.max(score, 1), before)
@@ -60,18 +64,28 @@ def _add_own_kernel(
         tl.store(out_ptrs, found.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def add_own(q: Tensor, kv: Tensor, own: Tensor, shared: Tensor, lse: Tensor, scale: float, out: Tensor) -> None:
+def add_own(
+    q: Tensor,
+    kv: Tensor,
+    own: Tensor,
+    shared: Tensor,
+    lse: Tensor,
+    scale: float,
+    out: Tensor,
+    seen: Tensor | None = None,
+) -> None:
     """See `naive.add_own`.
 
     Raises:
         KernelInputError: if dimensions are no multiples of 64.
     """
-    blocks, queries = own.shape
-    heads, v_dim = out.shape[1:]
+    blocks, tokens = own.shape
+    queries, (heads, v_dim) = len(out) // blocks, out.shape[1:]
     if q.shape[2] % _PIECE or v_dim % _PIECE:
         raise KernelInputError(f"q has {q.shape[2]} dimensions and values {v_dim}, expected multiples of {_PIECE}")
     _add_own_kernel[(blocks, triton.cdiv(queries * heads, _ROWS))](
-        q, kv, own, shared, lse, out, scale, own.stride(0), shared.stride(0), lse.stride(0),
-        QUERIES=queries, HEADS=heads, DIM=q.shape[2], V_DIM=v_dim, OWN=max(16, triton.next_power_of_2(queries)),
-        ROWS=_ROWS, PIECE=_PIECE, num_warps=4, **arithmetic(q),
+        q, kv, own, seen, shared, lse, out, scale, own.stride(0), shared.stride(0), lse.stride(0),
+        QUERIES=queries, HEADS=heads, DIM=q.shape[2], V_DIM=v_dim, TOKENS=tokens,
+        OWN=max(16, triton.next_power_of_2(tokens)), LIMITED=seen is not None, ROWS=_ROWS, PIECE=_PIECE,
+        num_warps=4, **arithmetic(q),
     )  # fmt: skip

@@ -100,9 +100,13 @@ def expand_blocks(
     space: IndexSpace,
     result: Tensor,
     *,
+    rank: int = 0,
+    ranks: int = 1,
     backend: Backend = "auto",
 ) -> None:
     """Write what each query attends to: the keys of its row, then its block up to itself, then -1.
+
+    With several `ranks`, query i of the pass is on rank i mod `ranks`, and only those of `rank` are written.
 
     Args:
         chosen: `[R, K]`, int32: positions, -1 for none; of a block of Q queries the last Q are left out.
@@ -110,7 +114,9 @@ def expand_blocks(
         sizes: `[R]`, int32: its number of queries; with 1 all keys are its.
         begins: `[R]`, int32: position of the first query, for blocks.
         space: what is written instead of positions.
-        result: `[T, K]`, int32, contiguous; written where a row has a query.
+        result: `[T, K]`, int32, contiguous: the queries of this rank; written where a row has a query.
+        rank: whose queries are written.
+        ranks: number of ranks.
         backend: as of `mean_queries`.
 
     Raises:
@@ -123,13 +129,15 @@ def expand_blocks(
         raise KernelInputError(f"pages is {list(space.pages.shape)}, expected a page for each request")
     if not result.is_contiguous():
         raise KernelInputError("result is not contiguous")
+    if not 0 <= rank < ranks:
+        raise KernelInputError(f"rank is {rank} of {ranks}, expected one of them")
     expect_one_device(chosen, first, sizes, begins, result, space.offsets, space.pages, space.requests)
     if runs_triton(backend, result):
         from indexcache_kernels.prompt_blocks.triton import expand_blocks as run
 
-        run(chosen.contiguous(), first, sizes, begins, space, result)
+        run(chosen.contiguous(), first, sizes, begins, space, result, rank=rank, ranks=ranks)
     else:
-        naive.expand_blocks(chosen, first, sizes, begins, space, result)
+        naive.expand_blocks(chosen, first, sizes, begins, space, result, rank=rank, ranks=ranks)
 
 
 def _expect_rows(**tensors: Tensor) -> None:

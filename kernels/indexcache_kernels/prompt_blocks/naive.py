@@ -33,7 +33,15 @@ def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor) 
 
 
 def expand_blocks(
-    chosen: Tensor, first: Tensor, sizes: Tensor, begins: Tensor, space: IndexSpace, result: Tensor
+    chosen: Tensor,
+    first: Tensor,
+    sizes: Tensor,
+    begins: Tensor,
+    space: IndexSpace,
+    result: Tensor,
+    *,
+    rank: int,
+    ranks: int,
 ) -> None:
     """See `indexcache_kernels.prompt_blocks.expand_blocks`."""
     topk = chosen.shape[1]
@@ -43,8 +51,10 @@ def expand_blocks(
     )  # number of a token in its block
     indices = translate(torch.where(own < 0, chosen, begins[:, None] + own), space)
     rows, row = _members(first, sizes)
+    here = rows % ranks == rank
+    rows, row = rows[here], row[here]
     own = own[row]
-    result[rows] = torch.where(own > (rows - first[row])[:, None], -1, indices[row])
+    result[rows // ranks] = torch.where(own > (rows - first[row])[:, None], -1, indices[row])
 
 
 def translate(positions: Tensor, space: IndexSpace) -> Tensor:

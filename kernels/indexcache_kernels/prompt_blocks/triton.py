@@ -64,9 +64,9 @@ def _lowest_kernel(
 @triton.jit
 def _expand_kernel(
     chosen_ptr, first_ptr, sizes_ptr, begins_ptr, offsets_ptr, pages_ptr, requests_ptr, result_ptr, pages_stride,
-    page_size, TOPK: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
+    page_size, rank, ranks, TOPK: tl.constexpr, PADDED: tl.constexpr, RAGGED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write what the queries of one row attend to."""
+    """Write what the queries of one row attend to, of those that are on this rank."""
     row = tl.program_id(0).to(tl.int64)
     first, size = tl.load(first_ptr + row).to(tl.int64), tl.load(sizes_ptr + row)
     at = tl.arange(0, PADDED)
@@ -81,9 +81,10 @@ def _expand_kernel(
         page = tl.load(pages + position // page_size, mask=(position >= 0) & (at < TOPK), other=0)
         index = page * page_size + position % page_size
     index = tl.where(position < 0, -1, index)
-    for number in range(size):
+    skipped = ((rank + ranks - first % ranks) % ranks).to(tl.int32)
+    for number in range(skipped, size, ranks):
         seen = tl.where(own > number, -1, index)
-        tl.store(result_ptr + (first + number) * TOPK + at, seen, mask=at < TOPK)
+        tl.store(result_ptr + (first + number) // ranks * TOPK + at, seen, mask=at < TOPK)
 
 
 def mean_queries(q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,14 +112,22 @@ def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor) 
 
 
 def expand_blocks(
-    chosen: Tensor, first: Tensor, sizes: Tensor, begins: Tensor, space: IndexSpace, result: Tensor
+    chosen: Tensor,
+    first: Tensor,
+    sizes: Tensor,
+    begins: Tensor,
+    space: IndexSpace,
+    result: Tensor,
+    *,
+    rank: int,
+    ranks: int,
 ) -> None:
     """See `indexcache_kernels.prompt_blocks.expand_blocks`."""
     topk = chosen.shape[1]
     if len(chosen):
         _expand_kernel[(len(chosen),)](
             chosen, first, sizes, begins, space.offsets, space.pages, space.requests, result,
-            0 if space.pages is None else space.pages.stride(0), space.page_size,
+            0 if space.pages is None else space.pages.stride(0), space.page_size, rank, ranks,
             TOPK=topk, PADDED=triton.next_power_of_2(topk),
             RAGGED=space.offsets is not None, PAGED=space.offsets is None and space.pages is not None, num_warps=4,
         )  # fmt: skip

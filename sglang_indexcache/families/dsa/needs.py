@@ -82,3 +82,13 @@ SHARDING = Feature(
     "no server with --indexcache-shard-indexers",
     SELECTING,
 )
+CONTEXT_GROUP = Need("srt.distributed.parallel_state", "get_attn_cp_group")
+INTERLEAVED = Need("srt.layers.cp.interleave", "InterleaveCPStrategy._interleave_shard", ("input_",))
+KEY_RANGES = Need("srt.layers.attention.dsa_backend", "DeepseekSparseAttnBackend._cal_indexer_k_start_end")
+CONTEXT = Feature(
+    "blocks of contexts",
+    "blocks of prompt queries where context parallelism shares out prompts",
+    (CONTEXT_GROUP, INTERLEAVED, KEY_RANGES),
+    "no server for patterns with +6q16 and --enable-prefill-cp",
+    (*SELECTING, INTERLEAVED, KEY_RANGES),
+)

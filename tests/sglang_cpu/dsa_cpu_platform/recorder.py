@@ -44,6 +44,10 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
     mode = forward_batch.forward_mode
     lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * forward_batch.batch_size
     requests = [str(rid) for rid, length in zip(forward_batch.rids, lengths, strict=True) for _ in range(length)]
+    if getattr(forward_batch, "attn_cp_metadata", None) is not None:  # each rank has some of the rows
+        from sglang.srt.layers.cp.base import get_cp_strategy
+
+        requests = requests[get_cp_strategy().cp_rank :: get_cp_strategy().cp_size]
     run = Run(
         os.getpid(),
         layer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa.blocks.selection import blocks_of
-from tests.live.server import running
+from tests.live.server import LAUNCHER, running
 from tests.live.test_server import states
 
 CHUNK = 256
@@ -39,20 +40,31 @@ def in_blocks(passes: Sequence[tuple[int, int]], length: int, pattern: Pattern, 
 
 
 def passes(runs: Sequence[recorder.Run], request: str) -> list[tuple[int, int]]:
-    """Prefix and length of each prefill of a request."""
+    """Prefix and length of each prefill of a request, whose rows may be shared out over processes."""
     layer = min(run.layer for run in runs)
-    found = set()
+    rows: defaultdict[int, set[int]] = defaultdict(set)  # by number of the pass
+    number = Counter[int]()
     for run in recorder.indexers(runs):
-        rows = [at for rid, at in zip(run.requests, run.positions, strict=True) if rid == request]
-        if run.layer == layer and run.mode == "EXTEND" and rows:
-            found.add((rows[0], len(rows)))
-    return sorted(found)
+        if run.layer == layer and run.mode == "EXTEND":
+            rows[number[run.process]] |= {
+                at for rid, at in zip(run.requests, run.positions, strict=True) if rid == request
+            }
+            number[run.process] += 1
+    return sorted((min(found), len(found)) for found in rows.values() if found)
 
 
 def serve_a_branch(
-    folder: Path, pattern: Pattern, tmp_path: Path, steps: int, *more: str, grouped: int | None = 3, **variables: str
+    folder: Path,
+    pattern: Pattern,
+    tmp_path: Path,
+    steps: int,
+    *more: str,
+    grouped: int | None = 3,
+    launcher: Sequence[str] = LAUNCHER,
+    ranks: int = 2,
+    **variables: str,
 ) -> tuple[Served, Served, Sequence[recorder.Run]]:
-    """Two ranks, chunks and a prefix hit; status and check say what was proven, and that nothing else was.
+    """Several ranks, chunks and a prefix hit; status and check say what was proven, and that nothing else was.
 
     Returns:
         Request `first` in three chunks, `second` behind a part of it, and what ran.
@@ -61,12 +73,14 @@ def serve_a_branch(
     record.mkdir()
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     other = write_pattern(pattern.plain(), folder, tmp_path / "other.yaml")
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **variables}
-    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--skip-tokenizer-init", *more)
-    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01" * (ranks // 2)), **variables}
+    flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", str(ranks), "--skip-tokenizer-init", *more)
+    with running(
+        folder, tmp_path / "log", "--indexcache-pattern", file, *flags, launcher=launcher, **changes
+    ) as server:
         [state] = states(server)
         assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
-        assert state["proven_ranks"] == 2 and state.get("grouped_layers") == grouped
+        assert state["proven_ranks"] == ranks and state.get("grouped_layers") == grouped
         assert check_main([file, "--server", server.url]) == 0
         assert check_main([other, "--server", server.url]) == 1
 

@@ -9,8 +9,10 @@ from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import SHARD_FLAG
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
+from sglang_indexcache.sglang.meaning import INTERLEAVE, context_ranks
 from sglang_indexcache.sglang.probes import Feature
 
 _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
@@ -24,18 +26,45 @@ class BlocksAdapter(DsaSglang):
 
     Attributes:
         blocks: what SGLang must have for such layers.
+        context: what it must have for such layers where context parallelism shares out prompts.
         refused_with_blocks: like `refused_flags`, for patterns with such layers.
         sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts.
         grouping: what SGLang must have so that the queries of a block attend together.
     """
 
     blocks: ClassVar[Feature] = needs.BLOCKS
+    context: ClassVar[Feature] = needs.CONTEXT
     sharding: ClassVar[Feature] = needs.SHARDING
     grouping: ClassVar[Feature] = needs.GROUPING
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("enable_prefill_cp", "attn_cp_size", "dcp_size", "enable_hisparse"),
+        ("dcp_size", "enable_hisparse", "enable_dsa_cache_layer_split"),
         "layers that select for blocks of queries were never tried with it",
     )
+
+    def refused_beside(self, pattern: Pattern, shard: bool, arguments: Any) -> dict[str, str]:
+        """Return attributes of SGLang's arguments that can't be given beside blocks, or rows that are shared out.
+
+        Args:
+            pattern: the pattern to serve.
+            shard: whether ranks share out rows.
+            arguments: SGLang's server arguments, or a launch line.
+
+        Returns:
+            For each what it can't be combined with, and why.
+        """
+        refused, context = {}, ("enable_prefill_cp", "attn_cp_size")
+        if pattern.indexers:
+            refused = {name: f"{pattern.indexers[0]}: {reason}" for name, reason in self.refused_with_blocks.items()}
+            if context_ranks(arguments) == 1:
+                line = (
+                    f"{pattern.indexers[0]}: expected --enable-prefill-cp --cp-strategy {INTERLEAVE} --attn-cp-size N"
+                )
+                refused |= dict.fromkeys(context, line)
+        elif shard:
+            refused = dict.fromkeys(self.refused_with_blocks, f"{SHARD_FLAG}: they were never tried together")
+        if shard:
+            refused |= dict.fromkeys(context, f"{SHARD_FLAG}: it shares out the rows of prompts already")
+        return refused
 
     def needed(self, pattern: Pattern) -> tuple[Feature, ...]:
         """See `SglangAdapter.needed`; one more if layers select in blocks."""
@@ -45,8 +74,10 @@ class BlocksAdapter(DsaSglang):
         """See `SglangAdapter.loaded`."""
         if pattern.indexers:
             from sglang_indexcache.families.dsa.blocks import patch_indexers
+            from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, context_of_this_rank
 
-            patch_indexers.install(self.modules(runner.model), pattern)
+            here = context_of_this_rank() if context_ranks(runner.server_args) > 1 else ONE_RANK
+            patch_indexers.install(self.modules(runner.model), pattern, here)
 
     def share_rows(self, runner: Any, pattern: Pattern) -> None:
         """Make the F layers of a `ModelRunner` select for this rank's part of the rows of prompts, after `loaded`.
@@ -81,7 +112,7 @@ class BlocksAdapter(DsaSglang):
             from sglang_indexcache.families.dsa.blocks import grouped
 
             heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
-            grouped.place(_prefill_backend(runner), pattern, heads)
+            grouped.place(_prefill_backend(runner), pattern, heads, context_ranks(runner.server_args))
 
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
@@ -94,11 +125,12 @@ class BlocksAdapter(DsaSglang):
         found = grouped.placed(_prefill_backend(runner))
         return () if found is None else tuple(sorted(found.selecting))
 
-    def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int]]:
+    def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int], Mapping[int, int]]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.
 
         Returns:
-            Those layers, and for each layer that shares out rows over how many ranks.
+            Those layers, for each layer that shares out rows over how many ranks, and for each layer that selects in
+            blocks over how many ranks of context parallelism.
 
         Raises:
             ProofError: if an indexer does not show it.

@@ -85,13 +85,14 @@ class GroupedAttention:
         out: Tensor = q.new_empty(*q.shape[:2], given["v_head_dim"])
         attend = partial(
             grouped_attention,
-            queries=plan.queries,
+            queries=plan.queries_here,
+            own=plan.queries,
             scale=given["sm_scale"],
             v_dim=given["v_head_dim"],
             attend=self._attend,
         )
         if plan.begin is not None:  # one request's: no copies
-            blocks = slice(plan.begin, plan.begin + plan.blocks * plan.queries)
+            blocks = slice(plan.begin, plan.begin + plan.blocks * plan.queries_here)
             attend(q[blocks], kv, table[blocks], out=out[blocks])
         else:
             own = q[plan.members]
@@ -102,23 +103,26 @@ class GroupedAttention:
                 lengths = lengths[plan.exact] if len(lengths) == len(q) else None
             rows = {"q_all": q[plan.exact], "page_table_1": table[plan.exact], "topk_length": lengths}
             out[plan.exact] = sglangs(**given | rows)
-        out[plan.count :] = 0  # rows of padding
+        out[plan.context.count(plan.count) :] = 0  # rows of padding
         return out
 
 
-def place(backend: Any, pattern: Pattern, heads: Mapping[int, int]) -> None:
+def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1) -> None:
     """Group the queries of blocks in the attention of a backend, once, where that can be done.
 
     Args:
         backend: a `DeepseekSparseAttnBackend`.
         pattern: the pattern that is served.
         heads: heads of the attention of each layer that is on this rank.
+        ranks: over how many ranks SGLang shares out prompts; each needs as many queries of a block, two at least.
 
     Raises:
         ProofError: if the result of FlashMLA is not what was read.
     """
     padded = {layer for layer, count in heads.items() if count < _TILE and _TILE % count == 0}  # by SGLang
-    selecting = {layer: found for layer, found in selecting_in_blocks(pattern).items() if layer in padded}
+    together = {item.layer for item in pattern.indexers if item.queries % ranks == 0 and item.queries > ranks}
+    every = selecting_in_blocks(pattern)
+    selecting = {layer: found for layer, found in every.items() if layer in padded and found in together}
     if not selecting or getattr(backend, "dsa_prefill_impl", None) not in _GROUPED or placed(backend) is not None:
         return
     device = torch.device(backend.device)

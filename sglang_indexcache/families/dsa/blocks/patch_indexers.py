@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
 from sglang_indexcache.families.dsa.blocks.selection import BlockSelection
 from sglang_indexcache.families.dsa.blocks.shards import Shards
@@ -21,8 +22,13 @@ from sglang_indexcache.sglang.attention import unobserved
 Modules = Iterable[tuple[int, Any]]
 
 
-def install(modules: Modules, pattern: Pattern) -> None:
+def install(modules: Modules, pattern: Pattern, here: Context = ONE_RANK) -> None:
     """Make the indexers of attention modules do what `pattern` says; layers that are elsewhere are left out.
+
+    Args:
+        modules: layers and their attention modules.
+        pattern: the pattern.
+        here: this rank among those over which SGLang shares out the rows of prompts.
 
     Raises:
         ProofError: if a layer's indexer is of another kind, or selects fewer tokens than a block has.
@@ -38,7 +44,7 @@ def install(modules: Modules, pattern: Pattern) -> None:
                 f"layer {item.layer} selects for {item.queries} queries at a time, expected at most index_topk"
                 f" ({indexer.index_topk})"
             )
-        setattr(indexer, PREFILL, BlockSelection(indexer, item.queries))
+        setattr(indexer, PREFILL, BlockSelection(indexer, item.queries, ranks=here))
 
 
 def share_rows(modules: Modules, pattern: Pattern, shards: Shards) -> None:
@@ -76,8 +82,11 @@ def _check_patchable(layer: int, indexer: Any, doing: str) -> None:
         raise ProofError(f"layer {layer} always selects the first or last tokens, so it can't {doing}")
 
 
-def read_back(modules: Modules) -> tuple[tuple[IndexerSetting, ...], dict[int, int]]:
+def read_back(modules: Modules) -> tuple[tuple[IndexerSetting, ...], dict[int, int], dict[int, int]]:
     """Read from the attention modules which layers select in blocks, and over how many ranks layers share out rows.
+
+    Returns:
+        Layers in blocks, ranks over which layers share out rows, and ranks over which SGLang does that for blocks.
 
     Raises:
         ProofError: if something else replaced the indexers' methods.
@@ -85,7 +94,8 @@ def read_back(modules: Modules) -> tuple[tuple[IndexerSetting, ...], dict[int, i
     placed = dict(_placed(modules))
     in_blocks = {layer: found for layer, found in placed.items() if isinstance(found, BlockSelection)}
     indexers = tuple(IndexerSetting(layer=layer, queries=found.queries) for layer, found in in_blocks.items())
-    return indexers, {layer: found.shards.ranks for layer, found in placed.items() if found.shards.ranks > 1}
+    shared = {layer: found.shards.ranks for layer, found in placed.items() if found.shards.ranks > 1}
+    return indexers, shared, {layer: found.ranks.ranks for layer, found in in_blocks.items() if found.ranks.ranks > 1}
 
 
 def _placed(modules: Modules) -> Iterator[tuple[int, PrefillSelection]]:

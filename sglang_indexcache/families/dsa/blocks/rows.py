@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.families.dsa.needs import PREFILL
 from sglang_indexcache.io.errors import ProofError
@@ -31,9 +32,10 @@ class Prefill:
     Args:
         sglangs: the method.
         arguments: by name.
+        context: which rows are on this rank.
 
     Attributes:
-        count: rows of all requests, T.
+        count: rows of all requests that are on this rank, T.
         queries: `[T, heads, dim]`.
         gates: `[T, heads, 1]`.
 
@@ -41,10 +43,10 @@ class Prefill:
         ProofError: if there are fewer rows than the requests have, so that they are some of the rows.
     """
 
-    def __init__(self, sglangs: Callable[..., Tensor], arguments: dict[str, Any]) -> None:
-        self._sglangs, self._arguments = sglangs, arguments
+    def __init__(self, sglangs: Callable[..., Tensor], arguments: dict[str, Any], context: Context = ONE_RANK) -> None:
+        self._sglangs, self._arguments, self.context = sglangs, arguments, context
         self.metadata, self.forward_batch = arguments["metadata"], arguments["forward_batch"]
-        self.count = sum(self.lengths)
+        self.count = context.count(sum(self.lengths))
         queries, gates = arguments["q_fp8"], arguments["weights"]
         if min(len(queries), len(gates)) < self.count:
             raise ProofError(
@@ -86,7 +88,7 @@ class Prefill:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows of each request."""
+        """Rows of each request, on all ranks."""
         return [int(count) for count in self.forward_batch.extend_seq_lens_cpu]
 
     @property
@@ -120,10 +122,11 @@ class PrefillSelection:
     Args:
         indexer: SGLang's.
         shards: this rank's part of the rows.
+        ranks: those of context parallelism, over which SGLang has shared out the rows.
     """
 
-    def __init__(self, indexer: Any, shards: Shards = ALONE) -> None:
-        self.indexer, self.shards = indexer, shards
+    def __init__(self, indexer: Any, shards: Shards = ALONE, ranks: Context = ONE_RANK) -> None:
+        self.indexer, self.shards, self.ranks = indexer, shards, ranks
         self._sglangs = MethodType(getattr(type(indexer), PREFILL), indexer)
         self._signature, self._guarded = inspect.signature(self._sglangs), refusing_around(self._call)
 
@@ -133,7 +136,8 @@ class PrefillSelection:
         return selected
 
     def _call(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return self._select(Prefill(sglangs, dict(self._signature.bind(*args, **kwargs).arguments)))
+        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        return self._select(Prefill(sglangs, arguments, self.ranks.of(arguments["forward_batch"])))
 
     def _select(self, prefill: Prefill) -> Tensor:
         """Select for all rows of a prefill, each for itself."""

@@ -4,8 +4,8 @@
 `BlockSelection` replaces it on the indexers of layers that select in blocks, and on no others. It hands SGLang's method
 two kinds of rows in one call: a *leader* for each block, and queries that select for themselves.
 `indexcache_search.hf.indexers` says what a block is, and what its queries attend to. Here all queries of a block are in
-the forward pass. The last `EXACT_ROWS` queries of each request in it select for themselves: nobody can know whether a
-chunk is a prompt's last.
+the forward pass, on whichever rank of context parallelism. The last `EXACT_ROWS` queries of each request in it select
+for themselves: nobody can know whether a chunk is a prompt's last.
 
 Read: dsa_indexer.py, dsa_indexer_metadata.py, dsa_topk_backend.py and dsa_prefill_cuda_graph.py in
 sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_last, mean_queries
+from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.index_space import index_space
 from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, RowsMetadata
-from sglang_indexcache.families.dsa.blocks.shards import ALONE, Part, Shards
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -75,55 +76,61 @@ class BlockPlan:
     All layers of the pass that select in such blocks have one plan.
 
     Args:
-        columns: `[4, R]`, int32: the first query of each row, its number of queries (Q or 1), the position of the first
-            query of a block (0 for others), and the number of the request.
+        columns: `[3, R]`, int32: the first query of each row, its number of queries (Q or 1), and the position of the
+            first query of a block (0 for others).
+        context: which queries are on this rank.
 
     Attributes:
         layers: the layers that have selected with this plan.
     """
 
     columns: Tensor
+    context: Context = ONE_RANK
     first: Tensor = field(init=False)
     sizes: Tensor = field(init=False)
     begins: Tensor = field(init=False)
-    requests: Tensor = field(init=False)
     layers: set[int] = field(default_factory=set)
     _rows: _BlockRows | None = None
     _space: IndexSpace | None = None
     _own: BlockPlan | None = None
 
     def __post_init__(self) -> None:
-        self.first, self.sizes, self.begins, self.requests = self.columns
+        self.first, self.sizes, self.begins = self.columns
 
     def rows(self, metadata: Any) -> _BlockRows:
         """Return the metadata of these rows; the first layer of the pass makes its tensors."""
         if self._rows is None:
-            self._rows = _BlockRows(metadata, self.first.long(), self.requests)
+            self._rows = _BlockRows(metadata, *self._like(metadata))
             self._rows.select_in(self)
         return self._rows.over(metadata)
 
     def space(self, metadata: Any) -> IndexSpace:
         """Return how positions of these rows become indices, for all layers of the pass."""
         if self._space is None:
-            self._space = index_space(metadata, self.first.long(), self.requests)
+            self._space = index_space(metadata, *self._like(metadata))
         return self._space
 
-    def own(self, part: Part) -> BlockPlan:
-        """Return the plan of one rank's part of these rows, for all layers of the pass."""
+    def own(self, rows: Tensor) -> BlockPlan:
+        """Return the plan of those of these rows that this rank selects for, for all layers of the pass."""
         if self._own is None:
-            self._own = BlockPlan(self.columns[:, part.own])
+            self._own = BlockPlan(self.columns[:, rows], self.context)
         return self._own
+
+    def _like(self, metadata: Any) -> tuple[Tensor, Tensor]:
+        """Return for each row the place of one of its request that is here, and SGLang's number of the request here."""
+        places = self.context.place(self.first.long())
+        return places, metadata.get_token_to_batch_idx()[places]
 
 
 @dataclass(eq=False)
 class WholePlan(BlockPlan):
-    """The plan of all rows of a pass: B blocks, then the E queries that select for themselves.
+    """The plan of all rows of a pass: B blocks, then the E queries that select for themselves and are on this rank.
 
     Attributes:
         queries: number of queries of a block, Q.
         blocks: number of blocks, B.
         count: number of queries of the pass.
-        begin: the first query of the first block, if all blocks are contiguous; else `None`.
+        begin: the place of the first query of the first block, if all blocks are contiguous; else `None`.
     """
 
     queries: int = 0
@@ -132,40 +139,57 @@ class WholePlan(BlockPlan):
     begin: int | None = None
 
     @classmethod
-    def of(cls, runs: Sequence[Run], lengths: Sequence[int], queries: int, device: torch.device) -> WholePlan:
+    def of(
+        cls,
+        runs: Sequence[Run],
+        lengths: Sequence[int],
+        queries: int,
+        device: torch.device,
+        here: Context = ONE_RANK,
+    ) -> WholePlan:
         """Lay out blocks, see `blocks_of`, and the other queries of requests with these lengths, in one copy."""
         blocks, count = sum(run.count for run in runs), sum(lengths)
-        columns = torch.zeros(4, blocks + count - blocks * queries, dtype=torch.int32, pin_memory=device.type == "cuda")
-        first, sizes, begins, requests = columns
+        ends = [0, *(row for run in runs for row in (run.row, run.row + run.count * queries)), count]
+        alone = [here.among(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+        rows = blocks + sum(map(len, alone))
+        columns = torch.zeros(3, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+        first, sizes, begins = columns
         sizes[:blocks], sizes[blocks:] = queries, 1
-        at, alone, of_request = 0, blocks, {run.request: run for run in runs}
-        end = 0  # of the requests so far
-        for request, length in enumerate(lengths):
-            begin, end = end, end + length
-            run = of_request.get(request, Run(end, 0, request, 0))
+        at = 0
+        for run in runs:
             after = at + run.count
             torch.arange(run.row, run.row + run.count * queries, queries, out=first[at:after])
             torch.arange(run.begin, run.begin + run.count * queries, queries, out=begins[at:after])
-            requests[at:after] = request
-            at, last = after, alone
-            for start, stop in ((begin, run.row), (run.row + run.count * queries, end)):
-                torch.arange(start, stop, out=first[alone : alone + stop - start])
-                alone += stop - start
-            requests[last:alone] = request
-        together = runs[0].row if len(runs) == 1 else None
+            at = after
+        for exact in alone:
+            after = at + len(exact)
+            torch.arange(exact.start, exact.start + len(exact) * exact.step, exact.step, out=first[at:after])
+            at = after
+        together = here.place(runs[0].row) if len(runs) == 1 else None
         on_device = columns.to(device, non_blocking=True)
-        return cls(on_device, queries=queries, blocks=blocks, count=count, begin=together)
+        return cls(on_device, here, queries=queries, blocks=blocks, count=count, begin=together)
+
+    @cached_property
+    def chosen_here(self) -> Tensor:
+        """The rows that this rank of context parallelism selects for: every n-th block, and the other queries."""
+        here, rows = self.context, torch.arange(self.columns.shape[1], device=self.columns.device)
+        return torch.cat([rows[: self.blocks][here.rank :: here.ranks], rows[self.blocks :]])
+
+    @property
+    def queries_here(self) -> int:
+        """The number of queries of a block that are on this rank, one behind the other, if ranks divide it."""
+        return self.queries // self.context.ranks
 
     @cached_property
     def exact(self) -> Tensor:
-        """The queries that select for themselves, `[E]`."""
-        return self.first[self.blocks :].long()
+        """The places of the queries that select for themselves, `[E]`."""
+        return self.context.place(self.first[self.blocks :].long())
 
     @cached_property
     def members(self) -> Tensor:
-        """The queries of the blocks, block by block, `[B x Q]`."""
-        within = torch.arange(self.queries, device=self.first.device)
-        return (self.first[: self.blocks, None] + within).flatten()
+        """The places of the queries of the blocks, block by block, `[B x queries_here]`."""
+        within = torch.arange(self.queries_here, device=self.first.device)
+        return (self.context.place(self.first[: self.blocks].long())[:, None] + within).flatten()
 
 
 class BlockSelection(PrefillSelection):
@@ -175,42 +199,58 @@ class BlockSelection(PrefillSelection):
         indexer: SGLang's.
         queries: number of queries of a block.
         shards: this rank's part of the blocks, and of the rows that select for themselves.
+        ranks: those of context parallelism.
     """
 
-    def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE) -> None:
-        super().__init__(indexer, shards)
+    def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE, ranks: Context = ONE_RANK) -> None:
+        super().__init__(indexer, shards, ranks)
         self.queries = queries
 
     def _select(self, prefill: Prefill) -> Tensor:
         plan = self._plan(prefill)
         if plan is None:
             return super()._select(prefill)
-        shared_out = self.shards.pays(len(plan.first), prefill.keys)
-        part = self.shards.part(len(plan.first), plan.first.device, prefill.kept) if shared_out else None
-        own = plan if part is None else plan.own(part)
-        queries, gates = prefill.queries.contiguous(), prefill.gates.contiguous()
+        here, part = prefill.context, None
+        if here.ranks > 1:
+            own = plan.own(plan.chosen_here)
+        elif self.shards.pays(len(plan.first), prefill.keys):
+            part = self.shards.part(len(plan.first), plan.first.device, prefill.kept)
+            own = plan.own(part.own)
+        else:
+            own = plan
+        queries, gates = here.queries(prefill.queries, prefill.gates, plan.count)
         chosen = prefill.select(*mean_queries(queries, gates, own.first, own.sizes), own.rows(prefill.metadata))
-        if part is not None:
+        if here.ranks > 1:
+            of_blocks = here.count(plan.blocks)
+            chosen = torch.cat([here.every(chosen[:of_blocks], plan.blocks), chosen[of_blocks:]])
+        elif part is not None:
             chosen = self.shards.exchange(chosen, part)
         result = prefill.result(self.indexer.index_topk)
-        expand_blocks(chosen, plan.first, plan.sizes, plan.begins, plan.space(prefill.metadata), result)
+        space = plan.space(prefill.metadata)
+        where = plan.first, plan.sizes, plan.begins
+        expand_blocks(chosen, *where, space, result, rank=here.rank, ranks=here.ranks)
         plan.layers.add(prefill.layer)
         return result
 
     def _plan(self, prefill: Prefill) -> WholePlan | None:
         """Return where the rows of a forward pass are, computed once for all layers; `None` without blocks."""
         key = (self.queries, self.indexer.index_topk)
-        plans: dict[tuple[int, int], WholePlan | None] = prefill.kept.setdefault(_PLANS, {})
-        if key not in plans:
-            blocks = blocks_of(prefill.prefixes, prefill.lengths, *key)
-            plans[key] = WholePlan.of(blocks, prefill.lengths, self.queries, prefill.queries.device) if blocks else None
-        return plans[key]
+        of_pass = prefill.metadata.attn_metadata  # so that no plan outlives its pass, whatever SGLang keeps
+        plans: dict[tuple[int, int], tuple[Any, WholePlan | None]] = prefill.kept.setdefault(_PLANS, {})
+        if key not in plans or plans[key][0] is not of_pass:
+            prefill.context.check(prefill.metadata, prefill.prefixes, prefill.lengths)
+            blocks, plan = blocks_of(prefill.prefixes, prefill.lengths, *key), None
+            if blocks:
+                device = prefill.queries.device
+                plan = WholePlan.of(blocks, prefill.lengths, self.queries, device, prefill.context)
+            plans[key] = of_pass, plan
+        return plans[key][1]
 
 
 def plan_for(forward_batch: Any, layer: int) -> WholePlan | None:
     """Return the plan that a layer has selected with in a forward pass; `None` if it did not select in blocks."""
-    plans: dict[tuple[int, int], WholePlan | None] = vars(forward_batch).get(_PLANS, {})
-    return next((plan for plan in plans.values() if plan is not None and layer in plan.layers), None)
+    plans: dict[tuple[int, int], tuple[Any, WholePlan | None]] = vars(forward_batch).get(_PLANS, {})
+    return next((plan for _, plan in plans.values() if plan is not None and layer in plan.layers), None)
 
 
 class _BlockRows(RowsMetadata):

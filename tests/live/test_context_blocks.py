@@ -1,0 +1,99 @@
+"""Layers that select in blocks under context-parallel prefill, in real SGLang: all rows are the definition's."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from dsa_cpu_platform import recorder
+from extras.dense.tests.live.selecting import passes, serve_a_branch
+from scripts.tools import random_models
+from scripts.tools.inprocess import Served
+from scripts.tools.pattern_files import write_pattern
+from sglang_indexcache import Pattern
+from tests.live.reference import load_reference
+from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, running
+from tests.live.test_blocks import check_blocks
+from tests.live.test_server import states
+
+pytestmark = pytest.mark.sglang
+
+FRESH = (sys.executable, "-u", *LAUNCHER[1:])  # Triton's interpreter is asked for before it is imported
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+BLOCKS = "FSFFSF+2q4+3q4"
+
+
+def context(ranks: int) -> tuple[str, ...]:
+    return ("--attn-cp-size", str(ranks), "--enable-prefill-cp", "--cp-strategy", "interleave")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_context", "letters", "grouped"),
+    [
+        (2, 2, BLOCKS, 3),
+        pytest.param(4, 4, "FSFFSF+0q2+3q2", None, marks=pytest.mark.slow),
+        pytest.param(4, 2, "FFSFSS+0q16+1q16", 3, marks=pytest.mark.slow),
+    ],
+    ids=["cp2", "cp4", "tp2-cp2"],
+)
+def test_chunks_and_a_prefix_hit(
+    ranks: int, of_context: int, letters: str, grouped: int | None, tmp_path: Path
+) -> None:
+    folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse(letters)
+    first, second, runs = serve_a_branch(
+        folder, pattern, tmp_path, 4, *context(of_context), grouped=grouped, launcher=FRESH, ranks=ranks, **INTERPRETED
+    )
+    model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
+    assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
+    assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200
+
+
+@pytest.mark.slow
+def test_many_requests_at_once(tmp_path: Path) -> None:
+    """200 of mixed lengths, some of them aborted; every query's selection of a tenth of them is the definition's."""
+    folder, pattern, record = (
+        random_models.build("glm-moe", tmp_path / "glm"),
+        Pattern.parse(BLOCKS),
+        tmp_path / "record",
+    )
+    record.mkdir()
+    rng = random.Random(5)
+    lengths = [rng.choice([rng.randrange(2, 60), rng.randrange(150, 400)]) for _ in range(200)]
+    prompts = [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in lengths]
+    flags = ("--tp-size", "2", "--chunked-prefill-size", "256", "--skip-tokenizer-init", *context(2))
+    file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **INTERPRETED}
+    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, launcher=FRESH, **changes) as server:
+        [state] = states(server)
+        assert state["proven"] and (state["context_layers"], state["context_ranks"]) == (2, 2)
+
+        def ask(number: int) -> Served:
+            [(served, _)] = server.generate([prompts[number]], [f"asked-{number}"], steps=2)
+            return served
+
+        def abort(number: int) -> None:
+            name = f"lost-{number}-"  # an abort is of all that begin so
+            lost = pool.submit(server.generate, [prompts[number]], [name], 300)
+            body, kind = json.dumps({"rid": name}).encode(), {"content-type": "application/json"}
+            while not lost.done():
+                urlopen(Request(server.url + "/abort_request", body, kind), timeout=REQUEST_TIMEOUT).close()
+
+        with ThreadPoolExecutor(24) as pool:
+            aborted = [pool.submit(abort, number) for number in range(0, len(prompts), 20)]
+            answers = list(pool.map(ask, range(len(prompts))))
+            for ending in aborted:
+                ending.result()
+        runs = recorder.read(record)
+    model, shared = load_reference(folder), 0
+    for number in range(0, len(prompts), 10):
+        name = f"asked-{number}"
+        shared += check_blocks(model, pattern, answers[number], [name], passes(runs, name), runs)
+    assert shared > 400 and any(len(set(run.requests)) > 3 for run in runs if run.mode == "EXTEND")
