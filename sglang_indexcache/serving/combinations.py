@@ -16,6 +16,7 @@ from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC
 
 _CPU = "SGLang 0.5.23 on CPUs"
 _GPU = "SGLang 0.5.17 on an H100"
+_NOW = "0.5.23 on an H200"
 _BOTH, _BOTH_ON_TWO = f"{_CPU}; {_GPU}", f"{_CPU}; SGLang 0.5.17 on two H100"
 _ON_NVIDIA = ("cuda", None)
 PLAIN: dict[str, tuple[Any, ...]] = {  # values of flags with which everything was run
@@ -79,7 +80,7 @@ def _blackwell_by_default(line: LaunchLine, family: Family) -> str:
 
 
 COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinations`
-    Combination("tensor parallelism", ("--tp-size",), _BOTH_ON_TWO, ("tp_size",)),
+    Combination("tensor parallelism", ("--tp-size",), f"{_BOTH_ON_TWO}, 0.5.23 on two H200", ("tp_size",)),
     Combination("pipeline parallelism", ("--pp-size",), _CPU, ("pp_size",)),
     Combination(
         "data-parallel attention",
@@ -106,7 +107,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
     Combination(
         "MTP/NextN, EAGLE",
         ("--speculative-algorithm EAGLE",),
-        _BOTH,
+        f"{_BOTH}, {_NOW}",
         ("speculative_algorithm", "speculative_eagle_topk"),
         _chains,
     ),
@@ -123,7 +124,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         _BOTH_ON_TWO,
         ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
         _interleaved,
-        "blocks of queries with it on GPUs",
+        "blocks of queries with it on GPUs, and SGLang 0.5.23 with it on GPUs",
     ),
     Combination(
         "other context parallelism",
@@ -171,7 +172,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
     Combination(
         "fp8 KV cache",
         ("--kv-cache-dtype fp8_e4m3",),
-        _GPU,
+        f"{_GPU}, {_NOW}",
         ("kv_cache_dtype",),
         _one_of("kv_cache_dtype", "fp8_e4m3"),
     ),
@@ -194,14 +195,14 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         Combination(
             f"kernels of sparse attention in {where}",
             (f"--dsa-{word}-backend {', '.join(ran)}",),
-            _GPU,
+            f"{_GPU}; fa3: SGLang {_NOW}",
             (f"dsa_{word}_backend",),
             _one_of(f"dsa_{word}_backend", *ran),
             "other kernels",
         )
         for word, where, ran in (
-            ("prefill", "prompts", ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto")),
-            ("decode", "decoding", ("flashmla_sparse", "flashmla_kv")),
+            ("prefill", "prompts", ("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto", "fa3")),
+            ("decode", "decoding", ("flashmla_sparse", "flashmla_kv", "fa3")),
         )
     ),
     Combination(
@@ -221,7 +222,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
     Combination(
         "graphs of prompts",
         ("--cuda-graph-backend-prefill breakable, tc_piecewise",),
-        _GPU,
+        f"{_GPU}; breakable: SGLang {_NOW}",
         ("cuda_graph_backend_prefill",),
         _one_of("cuda_graph_backend_prefill", BREAKABLE, TC_PIECEWISE),
         "counting in what torch.compile traces (tc_piecewise)",

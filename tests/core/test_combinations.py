@@ -79,7 +79,8 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--enable-two-batch", {"--enable-two-batch-overlap": REFUSED}),
         ("--use-ray", {"--use-ray": REFUSED}),
         ("--enable-single-batch", {"--enable-single-batch, which is --enable-single-batch-overlap": NOT_RUN}),
-        ("--dsa-prefill-backend fa3", {"--dsa-prefill-backend fa3": NOT_RUN}),
+        ("--dsa-prefill-backend fa3", {"kernels of sparse attention in prompts": RAN}),
+        ("--dsa-prefill-backend tilelang", {"--dsa-prefill-backend tilelang": NOT_RUN}),
         (
             "--dsa-prefill-backend flashmla_kv --dsa-decode-backend trtllm",
             {"kernels of sparse attention in prompts": RAN, "--dsa-decode-backend trtllm": NOT_RUN},

@@ -225,9 +225,11 @@ def flags(command: str) -> set[str]:
 
 @pytest.mark.parametrize("path", [*HOW_TO, *DOCS.glob("reference/*.md")], ids=name_of)
 def test_flags_in_pages_exist(path: Path) -> None:
+    benches = "".join(file.read_text() for file in (ROOT / "scripts" / "bench").rglob("*.py"))
     shown = re.findall(r"<!-- help: (.*) -->", (DOCS / "reference" / "commands.md").read_text())
     of_sglang = set().union(*(parser_of(version).flags() for version in versions()))
     known = set.union(OF_OTHERS, OF_THE_LAUNCHER, of_sglang, *map(flags, shown))
+    known |= set(re.findall(r'"(--[a-z][\w-]+)"', benches)) if "scripts.bench" in path.read_text() else set()
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", path.read_text())) <= known
 
 

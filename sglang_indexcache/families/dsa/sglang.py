@@ -138,8 +138,8 @@ class DsaSglang(SglangAdapter):
         if draft:
             modules = [module for module in model.modules() if _shares(module) and getattr(module, "is_nextn", False)]
             for number, module in enumerate(modules):
-                allowed = partial(_of_a_draft, module)
-                yield CountedAttention(number, module, self.indexer(module), allowed, direct=needs.DIRECT)
+                drafts = partial(_of_a_draft, module)
+                yield CountedAttention(number, module, self.indexer(module), drafts, direct=needs.DIRECT)
             return
         for site, module in self.modules(model):
             allowed = exactly(int(pattern[site] == FULL))
