@@ -41,6 +41,7 @@ OF_THE_LAUNCHER = {
         "allow-config-mismatch",
         "allow-unread-source",
         "shard-indexers",
+        "union-attention",
         "no-grouping",
     )
 }

@@ -15,7 +15,7 @@ _MARKS = 1 << 27  # bytes for marks of all programs at most
 _PROGRAMS = 256  # at most, so that marks of 128K rows stay in the cache of a GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "cache"])  # so that no pass compiles it again
 def _unite_kernel(
     table_ptr, marks_ptr, keys_ptr, owners_ptr, counts_ptr, tokens, blocks, cache, table_stride, marks_stride, room,
     TOPK: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
