@@ -1,6 +1,6 @@
 """python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and six of ours:
+All flags of `sglang.launch_server`, and seven of ours:
 
     --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5/pattern.yaml), a retention of one
                                             (deploy/glm5/pattern.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
@@ -8,6 +8,8 @@ All flags of `sglang.launch_server`, and six of ours:
     --indexcache-allow-config-mismatch      accept a file made for another config.json
     --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
                                             the rows of prompts, and the ranks exchange what they selected
+    --indexcache-union-attention            with a pattern or alone, on Hopper with up to 32 heads a rank: neighbouring
+                                            queries of prompts attend over the union of what they selected
     --indexcache-no-grouping                attend from each prompt query alone where layers select for blocks of them,
                                             as SGLang does; together is faster, with fewer than 64 heads a rank
     --indexcache-allow-unread-source        replace methods of an SGLang whose source none of us has read
@@ -120,7 +122,7 @@ def prepare(arguments: Sequence[str]) -> Sequence[str]:
         # are two, since SGLang shows the admin's key in /server_info to everybody whom it answers.
         keys = () if not key else tuple(f"{flag}={key}" for flag in ("--api-key", "--admin-api-key"))
         return (*CALIBRATION_FLAGS, *keys, *rest)
-    if asked.pattern is None and not asked.shard:
+    if asked.pattern is None and not asked.without_pattern:
         raise LaunchError(f"{PATTERN_FLAG} is missing, expected a pattern file; without one use sglang.launch_server")
     if asked.pattern is not None:
         spec = PatternSpec.read(asked.pattern)

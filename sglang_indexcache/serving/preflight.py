@@ -13,7 +13,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.io.messages import NOT_COMBINED
-from sglang_indexcache.io.refusal import SHARD_FLAG, UNREAD_FLAG
+from sglang_indexcache.io.refusal import SHARD_FLAG, UNION_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.proven import ProofHolder
@@ -116,7 +116,8 @@ def replacing(pattern: Pattern, family: Family, asked: Asked, arguments: Any) ->
     found += adapter.needed(pattern)
     if blocks is not None:
         found += [blocks.sharding] if asked.shard else []
-        found += [blocks.grouping] if pattern.indexers and not asked.ungrouped else []
+        grouped = pattern.indexers and not asked.ungrouped
+        found += [blocks.grouping] if grouped or asked.unions else []
         found += [blocks.context] if pattern.indexers and context_ranks(arguments) > 1 else []
     return tuple(found)
 
@@ -240,15 +241,19 @@ class Preflight(EnginePlan):
         """See `EnginePlan.check`: flags that S layers, blocks of queries or shared indexers can't be combined with."""
         self._arguments = server_args
         model = at_revision(server_args.model_path, getattr(server_args, "revision", None))
-        if self.asked.shard:
+        if self.asked.without_pattern:
             self.family_at(model)
         pattern = self.pattern
         if getattr(server_args, "use_ray", False):
             self.require(probes.RAY, "--use-ray")
-        if pattern.is_full and not self.asked.shard:
+        if pattern.is_full and not self.asked.without_pattern:
             return
         self.refuse(_REFUSED, server_args)  # before the model is read
         family = self.family_at(model)
+        blocks = with_blocks(family.sglang)
+        if self.asked.unions and blocks is not None:
+            for given, reason in refused_flags(blocks.refused_with_unions, server_args):
+                raise PreflightError(f"{given} can't be combined with {UNION_FLAG}: {reason}")
         for _, line in refusals_of(pattern, family, server_args, self.asked.shard, os.environ):
             raise PreflightError(line)
         if getattr(server_args, "pp_size", 1) > 1 and family.sglang.pipeline is not None:
@@ -278,6 +283,10 @@ class Preflight(EnginePlan):
                 self.require(blocks.sharding, SHARD_FLAG)
             if blocks is not None and self.pattern.indexers and context_ranks(self._arguments) > 1:
                 self.require(blocks.context, "--enable-prefill-cp")
+            if self.asked.unions:
+                if blocks is None:
+                    raise PreflightError(f"{UNION_FLAG} is not served on {family.name}; expected a DSA model")
+                self.require(blocks.grouping, UNION_FLAG)
             self.require_read(*replacing(self.pattern, family, self.asked, self._arguments))
             self._families[model] = family
             if self._family is None:

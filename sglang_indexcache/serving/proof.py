@@ -214,6 +214,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         shared_rows=shared,
         shard=plan.asked.shard,
         contexts=contexts,
+        unions=plan.asked.unions,
     )
 
 
@@ -257,19 +258,22 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     Raises:
         ProofError: if one did not, on every rank.
     """
-    problem, grouped, blocks = None, tuple[int, ...](), with_blocks(plan.family.sglang)
+    problem, grouped, united, blocks = None, tuple[int, ...](), tuple[int, ...](), with_blocks(plan.family.sglang)
     try:
         plan.family.sglang.captured(runner, plan.pattern)
         if blocks is not None:
-            if not plan.asked.ungrouped:
-                blocks.group(runner, plan.pattern)
+            blocks.group(runner, plan.pattern, together=not plan.asked.ungrouped, unions=plan.asked.unions)
             grouped = blocks.grouped(runner)
+            plan.proven.exact = blocks.exact(runner)
+            united = blocks.united(runner)
     except Exception as error:
         problem = _line(error)
     if not plan.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
         plan.proven.graphs_captured = True
         problem = first_problem(problem)
-        plan.proven.grouped_layers = sorted({layer for found in ranks.all_ranks(grouped) for layer in found})
+        found = ranks.all_ranks((grouped, united))
+        plan.proven.grouped_layers = sorted({layer for layers, _ in found for layer in layers})
+        plan.proven.united_layers = sorted({layer for _, layers in found for layer in layers})
     if problem is not None:
         raise ProofError(problem)
 

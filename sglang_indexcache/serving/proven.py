@@ -6,12 +6,15 @@ from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_indexcache.io.errors import ProofError, one_line
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.counted import Counter
 from sglang_indexcache.version import version
+
+if TYPE_CHECKING:
+    from sglang_indexcache.families.dsa.exact import ExactAttention
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class ProofHolder:
         self._lost: tuple[str, str] | None = None
         self.graphs_captured = False
         self.grouped_layers: list[int] = []  # whose queries of blocks are attended from together
+        self.united_layers: list[int] = []  # that attend over unions of selections
+        self.exact: ExactAttention | None = None  # what does so on this rank
         self.counters: list[Counter] = []  # of the target model, and of a draft model
         self.passes: Passes | None = None  # where SGLang reports metrics
         self.tell: Callable[[bool], None] = lambda holds: None  # a listener, such as a metric
@@ -124,6 +129,8 @@ class ProofHolder:
             **({"sharded_layers": len(shared), "sharded_ranks": min(shared.values())} if shared else {}),
             **({"context_layers": len(contexts), "context_ranks": min(contexts.values())} if contexts else {}),
             **({"grouped_layers": len(self.grouped_layers)} if self.grouped_layers else {}),
+            **({"union_layers": self.united_layers} if self.united_layers else {}),
+            **({} if self.exact is None else {"union_passes": dict(self.exact.passes)}),
             "source": source,
             "version": version(),
             "proven_ranks": self.proof.ranks,

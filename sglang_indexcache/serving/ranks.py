@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from sglang_indexcache.io.errors import ProofError
-from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, refuse
+from sglang_indexcache.io.refusal import PATTERN_VARIABLE, SHARD_VARIABLE, UNION_VARIABLE, refuse
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.pattern.selection import PatternSelection
@@ -23,8 +23,8 @@ class RankReport:
     """The report of one rank; `roles` has a letter for each layer, `-` for layers that are on other ranks.
 
     `indexers` are those of this rank's layers that select in blocks, `shared_rows` over how many ranks its layers share
-    out the rows of prompts; `shard` says whether the rank was told to. `contexts` says over how many ranks
-    SGLang shares them out, for layers in blocks.
+    out the rows of prompts; `shard` and `unions` say what the rank was told, see `Asked`. `contexts` says over how many
+    ranks SGLang shares them out, for layers in blocks.
     """
 
     fingerprint: str
@@ -35,6 +35,7 @@ class RankReport:
     shared_rows: Mapping[int, int] = field(default_factory=dict)
     shard: bool = False
     contexts: Mapping[int, int] = field(default_factory=dict)
+    unions: bool = False
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "layer") -> str | None:
@@ -50,6 +51,8 @@ def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "laye
             )
         if report.shard != reports[0].shard:
             return f"rank {rank} and rank 0 don't both share out indexers; expected {SHARD_VARIABLE} on every node"
+        if report.unions != reports[0].unions:
+            return f"rank {rank} and rank 0 don't both attend over unions; expected {UNION_VARIABLE} on every node"
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:
         return f"{place} {min(missing)} is on no rank, so its role can't be proven"

@@ -17,6 +17,8 @@ from sglang_indexcache.io.refusal import (
     PATTERN_VARIABLE,
     SHARD_FLAG,
     SHARD_VARIABLE,
+    UNION_FLAG,
+    UNION_VARIABLE,
     UNREAD_FLAG,
     UNREAD_VARIABLE,
     refuse,
@@ -27,6 +29,7 @@ CALIBRATE_FLAG = "--indexcache-calibrate"
 _SWITCHES = {  # by the attribute of `Asked`: flag and variable
     "allow_mismatch": ("--indexcache-allow-config-mismatch", ALLOW_MISMATCH_VARIABLE),
     "shard": (SHARD_FLAG, SHARD_VARIABLE),
+    "unions": (UNION_FLAG, UNION_VARIABLE),
     "ungrouped": (GROUPING_FLAG, GROUPING_VARIABLE),
     "allow_unread": (UNREAD_FLAG, UNREAD_VARIABLE),
     "calibrate": (CALIBRATE_FLAG, CALIBRATE_VARIABLE),
@@ -47,6 +50,7 @@ class Asked:
         pattern: name of the pattern to serve, if any.
         allow_mismatch: whether its file may be made for another config.json.
         shard: whether ranks share out the rows of prompts.
+        unions: whether prompts attend over unions of neighbours' selections.
         ungrouped: whether each query of a block is attended from alone.
         allow_unread: whether methods of SGLang may be replaced whose source nobody has read.
         calibrate: whether patterns are switched for a search instead.
@@ -55,9 +59,15 @@ class Asked:
     pattern: str | None = None
     allow_mismatch: bool = False
     shard: bool = False
+    unions: bool = False
     ungrouped: bool = False
     allow_unread: bool = False
     calibrate: bool = False
+
+    @property
+    def without_pattern(self) -> bool:
+        """Whether something is asked for that is served on a model's own pattern, too."""
+        return self.shard or self.unions
 
     @classmethod
     def of_environment(cls) -> Self:
@@ -66,7 +76,11 @@ class Asked:
             pattern=os.environ.get(PATTERN_VARIABLE) or None,
             **{name: _is_on(variable) for name, (_, variable) in _SWITCHES.items()},
         )
-        for variable, given in ((PATTERN_VARIABLE, asked.pattern), (SHARD_VARIABLE, asked.shard)):
+        for variable, given in (
+            (PATTERN_VARIABLE, asked.pattern),
+            (SHARD_VARIABLE, asked.shard),
+            (UNION_VARIABLE, asked.unions),
+        ):
             if given and asked.calibrate:
                 refuse(f"{variable} and {CALIBRATE_VARIABLE} are set, expected one of them")
         return asked
@@ -86,7 +100,7 @@ class Asked:
 
 def environment_asks() -> bool:
     """Return whether the environment asks for anything now."""
-    on = (os.environ.get(variable, "") not in _OFF for variable in (CALIBRATE_VARIABLE, SHARD_VARIABLE))
+    on = (os.environ.get(variable, "") not in _OFF for variable in (CALIBRATE_VARIABLE, SHARD_VARIABLE, UNION_VARIABLE))
     return bool(os.environ.get(PATTERN_VARIABLE)) or any(on)
 
 
@@ -123,7 +137,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Asked, tuple[str, ...]]:
         raise LaunchError(f"{PATTERN_FLAG} has no value, expected a pattern file")
     if len(patterns) > 1:
         raise LaunchError(f"{PATTERN_FLAG} is given twice")
-    for flag, given in ((PATTERN_FLAG, patterns), (SHARD_FLAG, ours.shard), (GROUPING_FLAG, ours.ungrouped)):
+    for flag, given in (
+        (PATTERN_FLAG, patterns),
+        (SHARD_FLAG, ours.shard),
+        (UNION_FLAG, ours.unions),
+        (GROUPING_FLAG, ours.ungrouped),
+    ):
         if given and ours.calibrate:
             raise LaunchError(f"{flag} and {CALIBRATE_FLAG} are given, expected one of them")
     return Asked(pattern=next(iter(patterns), None), **vars(ours)), tuple(rest)

@@ -33,6 +33,7 @@ HAS_SGLANG = importlib.util.find_spec("sglang") is not None
         (["--indexcache-calibrate", "--tp", "8"], ({"calibrate": True}, ("--tp", "8"))),
         (["--indexcache-shard-indexers", "--tp", "8"], ({"shard": True}, ("--tp", "8"))),
         (["--indexcache-pattern", "a", "--indexcache-shard-indexers"], ({"pattern": "a", "shard": True}, ())),
+        (["--indexcache-union-attention", "--tp", "8"], ({"unions": True}, ("--tp", "8"))),
         (["--indexcache-no-grouping", "--indexcache-pattern", "a"], ({"pattern": "a", "ungrouped": True}, ())),
         (
             ["--json-model", '{"a": -1}', "--indexcache-pattern", "a", "--json-model={}", "--config", "-c.yaml"],
@@ -57,6 +58,7 @@ def test_our_flags_are_split_off(arguments: list[str], expected: Any) -> None:
         ["--indexcache-shard-indexers", "--indexcache-calibrate"],
         ["--indexcache-shard", "--indexcache-pattern", "a"],
         ["--indexcache-no-grouping", "--indexcache-calibrate"],
+        ["--indexcache-union-attention", "--indexcache-calibrate"],
         ["--indexcache-pat", "a"],
         ["--indexcache-pattern", "a", "--indexcache-cal"],
         ["--indexcache_pattern=a"],

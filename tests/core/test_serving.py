@@ -218,7 +218,7 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
 
         def both(mine: Any, error: str | None = error, told: list[Any] = told) -> list[Any]:
             told.append(mine)
-            return [mine, (2, 3) if isinstance(mine, tuple) else error]
+            return [mine, ((2, 3), (4,)) if isinstance(mine, tuple) else error]
 
         monkeypatch.setattr(ranks, "all_ranks", both)
         asked = asking()
@@ -227,14 +227,16 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
             if here:
                 raise KeyError(here)
 
-        grouped = SimpleNamespace(captured=captured, group=lambda *_: None, grouped=lambda _: (0, 2))
-        asked.family = SimpleNamespace(sglang=grouped)
+        together = {"group": lambda *_, **__: None, "grouped": lambda _: (0, 2), "united": lambda _: (1,)}
+        adapter = SimpleNamespace(captured=captured, exact=lambda _: None, **together)
+        asked.family = SimpleNamespace(sglang=adapter)
         if here or error:
             with pytest.raises(ProofError, match="rank 0: KeyError: 'gone'" if here else f"rank 1: {error}"):
                 proof.check_captured(asked, None)
         else:
             proof.check_captured(asked, None)
             assert asked.proven.grouped_layers == [0, 2, 3]  # of all pipeline stages
+            assert asked.proven.united_layers == [1, 4]
         assert [item for item in told if not isinstance(item, tuple)] == told[:1]
         monkeypatch.setattr(ranks, "all_ranks", lambda line: pytest.fail("another stage may not be here"))
         if here:

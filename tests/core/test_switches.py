@@ -12,6 +12,7 @@ from sglang_indexcache.io.refusal import (
     GROUPING_VARIABLE,
     PATTERN_VARIABLE,
     SHARD_VARIABLE,
+    UNION_VARIABLE,
 )
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.serving.request import PatternRequest
@@ -26,7 +27,9 @@ def requested(server_args: SimpleNamespace) -> Request:
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "yes", " 1"])
-@pytest.mark.parametrize("variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE, SHARD_VARIABLE, GROUPING_VARIABLE])
+@pytest.mark.parametrize(
+    "variable", [CALIBRATE_VARIABLE, ALLOW_MISMATCH_VARIABLE, SHARD_VARIABLE, UNION_VARIABLE, GROUPING_VARIABLE]
+)
 def test_other_values_end_the_process(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,11 +51,12 @@ def test_one_and_nothing_are_meant_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment_asks() and requested(SimpleNamespace()).asked.calibrate
 
 
-def test_indexers_are_shared_out_with_a_pattern_or_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("variable", "name"), [(SHARD_VARIABLE, "shard"), (UNION_VARIABLE, "unions")])
+def test_what_is_served_with_a_pattern_or_alone(
+    variable: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the process that is told, and in those that get its server arguments."""
-    monkeypatch.setenv(SHARD_VARIABLE, "1")
+    monkeypatch.setenv(variable, "1")
     assert environment_asks()
     for spec, pattern in ((None, None), ("FSSF", Pattern("FSSF"))):
         if spec is not None:
@@ -60,13 +64,13 @@ def test_indexers_are_shared_out_with_a_pattern_or_alone(
         arguments = SimpleNamespace()
         for _ in range(2):
             request = PatternRequest.of(requested(arguments))
-            assert (request.pattern, request.asked.shard) == (pattern, True)
+            assert (request.pattern, getattr(request.asked, name)) == (pattern, True)
             amend(arguments, carried=request.carried)
-    monkeypatch.delenv(SHARD_VARIABLE)
-    assert not PatternRequest.of(requested(SimpleNamespace())).asked.shard
+    monkeypatch.delenv(variable)
+    assert not PatternRequest.of(requested(SimpleNamespace())).asked.without_pattern
     monkeypatch.delenv(PATTERN_VARIABLE)
-    for variable in (SHARD_VARIABLE, CALIBRATE_VARIABLE):
-        monkeypatch.setenv(variable, "1")
+    for given in (variable, CALIBRATE_VARIABLE):
+        monkeypatch.setenv(given, "1")
     with pytest.raises(SystemExit):
         request_of(SimpleNamespace())
     assert "are set, expected one of them" in capsys.readouterr().err

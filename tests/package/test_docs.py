@@ -43,6 +43,7 @@ OF_THE_LAUNCHER = {
         "allow-config-mismatch",
         "allow-unread-source",
         "shard-indexers",
+        "union-attention",
         "no-grouping",
     )
 }

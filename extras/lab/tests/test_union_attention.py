@@ -83,15 +83,6 @@ def test_sizes_of_glm_5(heads: int, queries: int) -> None:
     check(q, kv, selections(queries + 1, 2048, 6000), queries, "triton", 512)
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64])
-def test_tiles_of_all_sizes(tile: int) -> None:
-    q, kv = inputs(9, 8, torch.float32)
-    table, out = selections(9, 64), q.new_empty(9, 8, V_DIM)
-    unions = unite(table, queries=8, cache=CACHE, backend="triton")
-    KERNELS["union_attention"].union_attention(q, kv, unions, 0.1, out, tile=tile, stages=3)
-    assert (out.double() - alone(q, kv, table, 0.1)).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_in_common_is_no_overflow(backend: Any) -> None:
     q, kv = inputs(8, 8, torch.float32)
@@ -152,8 +143,9 @@ def test_unions_are_those_of_the_definition(seed: int, monkeypatch: pytest.Monke
     from indexcache_lab.kernels.union_attention import union
 
     monkeypatch.setattr(union, "_MARKS", 3 * 768)
+    monkeypatch.setattr(union, "_PIECE", 128)
     table = selections(45, 70, seed=seed)[:, :64]
-    found = union.unite(table, 8, CACHE, piece=128)
+    found = union.unite(table, 8, CACHE)
     wanted = unite(table, queries=8, cache=CACHE, backend="naive")
     assert found.counts.tolist() == wanted.counts.tolist()
     assert owners_of(found) == owners_of(wanted)

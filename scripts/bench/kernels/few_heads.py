@@ -23,17 +23,14 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
-from indexcache_lab.kernels.union_attention import Unions, hopper, unite
+from indexcache_lab.kernels.union_attention import ROWS, Unions, hopper, unite
 from indexcache_lab.kernels.union_attention.triton import union_attention as by_triton
-from indexcache_lab.kernels.union_attention.union import unite as by_marks
 from sglang_indexcache.families.dsa.blocks.grouped import flash_mla_on
 
 TOPK, DIM, V_DIM, RECENT = 2048, 576, 512, 64
 SCALE = 256**-0.5
 DEVICE = torch.device("cuda")
 SGLANGS = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
-CONFIGS = ((64, 8, 2), (32, 8, 3), (32, 8, 4))  # tile, warps, stages
-PIECES = ((2048, 8), (4096, 16), (8192, 16))  # marks, warps; the first is the default
 Side = Callable[[], Tensor]
 
 
@@ -109,19 +106,13 @@ def ours(q: Tensor, kv: Tensor, unions: Unions) -> dict[str, Side]:
     """Return the kernels over unions; each writes a result of its own."""
     out = q.new_empty(*q.shape[:2], V_DIM)
 
-    def run(kernel: Callable[..., None], **config: int) -> Tensor:
-        kernel(q, kv, unions, SCALE, out, **config)
+    def run(kernel: Callable[..., None]) -> Tensor:
+        kernel(q, kv, unions, SCALE, out)
         return out
 
-    full = unions.queries * q.shape[1] > 32
-    sides = {
-        f"Triton {tile}/{warps}/{stages}, {unions.queries} queries": partial(
-            run, by_triton, tile=tile, warps=warps, stages=stages
-        )
-        for tile, warps, stages in CONFIGS[: None if full else 1]
-    }
-    if full and hopper.fits(q, V_DIM):
-        sides[f"Gluon, {unions.queries} queries"] = partial(run, hopper.union_attention)
+    sides = {"unions, Triton": partial(run, by_triton)}
+    if hopper.fits(q, V_DIM):
+        sides["unions, Gluon"] = partial(run, hopper.union_attention)
     return sides
 
 
@@ -144,18 +135,12 @@ def compare(
                 )
     name = f"{kept:.0%} kept" if kept else "random"
     print(f"\n{heads} heads, {len(kv)} keys, {name}\n| side | ms | error |\n| -- | -: | -: |", flush=True)
-    for queries in (64 // heads, 32 // heads):
-        if queries < 2:
-            continue
-        unions = unite(table, queries=queries, cache=len(kv))
-        mean = statistics.mean(unions.counts.tolist())
-        line = f"{mean:.0f} keys, {mean / TOPK:.2f} selections, at most {int(unions.counts.max())}"
-        times = [
-            milliseconds(partial(by_marks, table, queries, len(kv), piece=piece, warps=warps), spent)
-            for piece, warps in PIECES
-        ]
-        print(f"| unions of {queries}: {line} | {', '.join(f'{time:.3f}' for time in times)} | |", flush=True)
-        sides |= ours(q, kv, unions)
+    uniting = partial(unite, table, queries=ROWS // heads, cache=len(kv))
+    unions = uniting()
+    mean = statistics.mean(unions.counts.tolist())
+    line = f"{mean:.0f} keys, {mean / TOPK:.2f} selections, at most {int(unions.counts.max())}"
+    print(f"| unite, blocks of {unions.queries}: {line} | {milliseconds(uniting, spent):.3f} | |", flush=True)
+    sides |= ours(q, kv, unions)
     for side, call in sides.items():
         try:
             error = f"{float((call()[some].float() - wanted).abs().max()):.1e} of {float(wanted.abs().max()):.2f}"
@@ -172,7 +157,7 @@ def milliseconds(call: Callable[[], Any], spent: int) -> float:
 
 def adversary() -> None:
     """Print the errors of the kernels where rows end early, are empty, and don't fill a block."""
-    for heads, queries in ((8, 8), (16, 4), (32, 2), (8, 4)):
+    for heads in (8, 16, 32):
         q, kv, table = normal(1003, heads, DIM), normal(16384, DIM), selections(1003, 16384, 0.7)
         table = torch.where(torch.rand(1003, 1, device=DEVICE) * 2100 > torch.arange(TOPK, device=DEVICE), table, -1)
         table[64:80], table[-3] = -1, -1
@@ -180,7 +165,7 @@ def adversary() -> None:
         unused[table[table >= 0].long()] = False
         kv[unused] = torch.nan
         wanted = reference(q, torch.where(unused[:, None], 0, kv), table)
-        for name, call in ours(q, kv, unite(table, queries=queries, cache=len(kv))).items():
+        for name, call in ours(q, kv, unite(table, queries=ROWS // heads, cache=len(kv))).items():
             try:
                 print(f"adversary, {heads} heads, {name}: error {float((call().float() - wanted).abs().max()):.1e}")
             except Exception as failure:  # as in compare

@@ -126,9 +126,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def served(engine: Any) -> dict[str, Any]:
-    """Return the pattern that an engine's plugin has proven, and in how many layers attention is grouped."""
+    """Return the pattern that an engine's plugin has proven, and how prompts attend so far."""
     found = engine.get_server_info()["internal_states"][0].get(KEY, {})
-    return {"serves": found.get("pattern") if found.get("proven") else None, "grouped": found.get("grouped_layers", 0)}
+    serves = found.get("pattern") if found.get("proven") else None
+    return {"serves": serves, "grouped": found.get("grouped_layers", 0), "unions": found.get("union_passes")}
 
 
 def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
@@ -14,6 +14,9 @@ from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 from sglang_indexcache.sglang.meaning import INTERLEAVE, context_ranks
 from sglang_indexcache.sglang.probes import Feature
+
+if TYPE_CHECKING:
+    from sglang_indexcache.families.dsa.exact import ExactAttention
 
 _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
@@ -28,6 +31,7 @@ class BlocksAdapter(DsaSglang):
         blocks: what SGLang must have for such layers.
         context: what it must have for such layers where context parallelism shares out prompts.
         refused_with_blocks: like `refused_flags`, for patterns with such layers.
+        refused_with_unions: likewise, where prompts attend over unions of selections.
         sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts.
         grouping: what SGLang must have so that the queries of a block attend together.
     """
@@ -39,6 +43,14 @@ class BlocksAdapter(DsaSglang):
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dcp_size", "enable_hisparse", "enable_dsa_cache_layer_split"),
         "layers that select for blocks of queries were never tried with it",
+    )
+
+    refused_with_unions: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("enable_prefill_cp", "attn_cp_size", "dcp_size", "enable_hisparse", "enable_two_batch_overlap"),
+            "enable_deterministic_inference",
+        ),
+        "they were never tried together, and a token's rounding depends on its neighbours",
     )
 
     def refused_beside(self, pattern: Pattern, shard: bool, arguments: Any) -> dict[str, str]:
@@ -102,17 +114,27 @@ class BlocksAdapter(DsaSglang):
                     f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
                 )
 
-    def group(self, runner: Any, pattern: Pattern) -> None:
-        """Attend from the queries of blocks together in a `ModelRunner`, where that can be done; after `captured`.
+    def group(self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False) -> None:
+        """Change how prompts attend in a `ModelRunner`; after `captured`.
+
+        Args:
+            runner: a `ModelRunner`.
+            pattern: the pattern that is served.
+            together: attend from the queries of blocks together, where that can be done.
+            unions: attend over unions of the selections of queries that are in no blocks.
 
         Raises:
-            ProofError: if what it would call is not what was read.
+            ProofError: if what it would call is not what was read, or can't attend over unions here.
         """
-        if pattern.indexers:
+        if (pattern.indexers and together) or unions:
             from sglang_indexcache.families.dsa.blocks import grouped
 
-            heads = {layer: module.num_local_heads for layer, module in self.modules(runner.model)}
-            grouped.place(_prefill_backend(runner), pattern, heads, context_ranks(runner.server_args))
+            backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
+            heads = {layer: module.num_local_heads for layer, module in modules.items()}
+            if grouped.placed(backend) is None:  # graphs are captured again after an update
+                exact = grouped.exact_on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
+                ranks = context_ranks(runner.server_args)
+                grouped.place(backend, pattern, heads if together else {}, ranks, exact)
 
     def grouped(self, runner: Any) -> tuple[int, ...]:
         """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
@@ -124,6 +146,24 @@ class BlocksAdapter(DsaSglang):
 
         found = grouped.placed(_prefill_backend(runner))
         return () if found is None else tuple(sorted(found.selecting))
+
+    def united(self, runner: Any) -> tuple[int, ...]:
+        """Likewise, in which of its layers prompts attend over unions of selections.
+
+        Raises:
+            ProofError: as `grouped`.
+        """
+        from sglang_indexcache.families.dsa.blocks import grouped
+
+        found = grouped.placed(_prefill_backend(runner))
+        return () if found is None else tuple(sorted(found.alone))
+
+    def exact(self, runner: Any) -> ExactAttention | None:
+        """Return what attends over unions in a `ModelRunner`, if anything does."""
+        from sglang_indexcache.families.dsa.blocks import grouped
+
+        found = grouped.placed(_prefill_backend(runner))
+        return None if found is None else found.exact
 
     def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int], Mapping[int, int]]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.

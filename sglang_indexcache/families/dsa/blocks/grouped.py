@@ -3,7 +3,7 @@
 FlashMLA's sparse kernel works on 64 heads at a time. A tensor-parallel rank has 8 to 32, so SGLang pads each query; the
 queries of a block share most of their keys and fill what would be padding. A `GroupedAttention` stands on the attention
 backend of one `ModelRunner`. It attends for the blocks and hands all other queries to SGLang's own method, as it does
-with all of a pass where the layer did not select in blocks.
+with all of a pass where the layer did not select in blocks. Layers that never do so may attend through an extension.
 
 Read: `forward_extend`, `_forward_flashmla_sparse` and `_forward_triton_sparse_mla` in
 sglang/srt/layers/attention/dsa_backend.py of 0.5.17 and 0.5.23, flash_mla_interface.py of 0.5.23.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from indexcache_kernels.grouped_attention import Attend, grouped_attention, naive
 from sglang_indexcache.families.dsa.blocks.selection import WholePlan, plan_for
+from sglang_indexcache.families.dsa.exact import ExactAttention, Served, attention_of
 from sglang_indexcache.io.errors import ProofError
+from sglang_indexcache.io.refusal import UNION_FLAG
 from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.sglang.hooks import refusing_around
 
@@ -34,6 +36,7 @@ _GROUPED = ("flashmla_sparse", "triton_sparse_mla")  # --dsa-prefill-backend
 _TILE, _TILES = 64, (128, 64)  # heads that FlashMLA works on at a time, and those that it takes
 _MODULES = ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla")
 _PLACE = "_indexcache_grouped"
+Exact = tuple[ExactAttention, Collection[int]]
 
 
 class GroupedAttention:
@@ -43,11 +46,21 @@ class GroupedAttention:
         backend: a `DeepseekSparseAttnBackend`.
         selecting: for each layer that attends to a selection in blocks, the layer that makes it.
         attend: attends to the keys that the queries of a block share.
+        exact: attends in layers of `alone`.
+        alone: layers that attend through `exact`, if there is one.
     """
 
-    def __init__(self, backend: Any, selecting: Mapping[int, int], attend: Attend) -> None:
-        self.selecting, self._attend = selecting, attend
+    def __init__(
+        self,
+        backend: Any,
+        selecting: Mapping[int, int],
+        attend: Attend,
+        exact: ExactAttention | None = None,
+        alone: Collection[int] = (),
+    ) -> None:
+        self.selecting, self.exact, self.alone, self._attend = selecting, exact, alone, attend
         self._plan: WholePlan | None = None
+        self._pass: tuple[int, Any] | None = None  # a layer of `alone`, and its forward batch
         self._placed: dict[str, Any] = {}
         for name, replacement in ((EXTEND, self._extend), *((name, self._sparse) for name in KERNELS)):
             sglangs = getattr(backend, name, None)
@@ -66,16 +79,23 @@ class GroupedAttention:
     def _extend(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note with which blocks a layer attends (around `forward_extend`)."""
         given = self._extend_signature.bind(self._backend, *args, **kwargs).arguments
-        selecting = self.selecting.get(given["layer"].layer_id)
-        self._plan = None if selecting is None else plan_for(given["forward_batch"], selecting)
+        layer, batch = given["layer"].layer_id, given["forward_batch"]
+        selecting = self.selecting.get(layer)
+        self._plan = None if selecting is None else plan_for(batch, selecting)
+        if self.exact is not None and layer in self.alone:
+            self._pass = (layer, batch)
+            self.exact.begin(layer, batch)
         try:
             attended: Tensor = sglangs(*args, **kwargs)
         finally:
-            self._plan = None
+            self._plan = self._pass = None
         return attended
 
     def _sparse(self, sglangs: Callable[..., Tensor], **given: Any) -> Tensor:
-        """Attend for the blocks of a pass (around a sparse kernel)."""
+        """Attend for the blocks of a pass, or in place of the kernel (around a sparse kernel)."""
+        if self.exact is not None and self._pass is not None:
+            exactly = self.exact.attend(*self._pass, given)
+            return sglangs(**given) if exactly is None else exactly
         plan, q, kv, table = self._plan, given["q_all"], given["kv_cache"], given["page_table_1"]
         dim = q.shape[2]
         if plan is None or given.get("attn_sink") is not None:
@@ -107,7 +127,7 @@ class GroupedAttention:
         return out
 
 
-def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1) -> None:
+def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1, exact: Exact | None = None) -> None:
     """Group the queries of blocks in the attention of a backend, once, where that can be done.
 
     Args:
@@ -115,6 +135,7 @@ def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int =
         pattern: the pattern that is served.
         heads: heads of the attention of each layer that is on this rank.
         ranks: over how many ranks SGLang shares out prompts; each needs as many queries of a block, two at least.
+        exact: what attends in layers that don't select in blocks, and those layers.
 
     Raises:
         ProofError: if the result of FlashMLA is not what was read.
@@ -123,12 +144,52 @@ def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int =
     together = {item.layer for item in pattern.indexers if item.queries % ranks == 0 and item.queries > ranks}
     every = selecting_in_blocks(pattern)
     selecting = {layer: found for layer, found in every.items() if layer in padded and found in together}
-    if not selecting or getattr(backend, "dsa_prefill_impl", None) not in _GROUPED or placed(backend) is not None:
+    if getattr(backend, "dsa_prefill_impl", None) not in _GROUPED or placed(backend) is not None:
         return
     device = torch.device(backend.device)
-    attend = naive.attend if device.type == "cpu" else flash_mla_on(device)
-    if attend is not None:
-        GroupedAttention(backend, selecting, attend)
+    attend: Attend | None = naive.attend
+    if selecting and device.type != "cpu":
+        attend = flash_mla_on(device)
+        selecting = {} if attend is None else selecting
+    if selecting or exact is not None:
+        GroupedAttention(backend, selecting, attend or naive.attend, *(exact or ()))
+
+
+def exact_on(backend: Any, pattern: Pattern, modules: Mapping[int, Any], dtype: torch.dtype) -> Exact:
+    """Return what attends to selections that each query made for itself, and in which layers of this rank.
+
+    Args:
+        backend: a `DeepseekSparseAttnBackend`.
+        pattern: the pattern that is served.
+        modules: the attention of each layer that is on this rank.
+        dtype: of the KV cache.
+
+    Raises:
+        ProofError: if it can't be done, or there is no such layer.
+    """
+    kernel, device = getattr(backend, "dsa_prefill_impl", None), torch.device(backend.device)
+    if kernel not in _GROUPED:
+        raise ProofError(
+            f"--dsa-prefill-backend {kernel} can't be combined with {UNION_FLAG}, expected one of {', '.join(_GROUPED)}"
+        )
+    selecting = {layer: found for layer, found in selecting_alone(pattern).items() if layer in modules}
+    shapes = {
+        (module.num_local_heads, module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank)
+        for module in map(modules.__getitem__, selecting)
+    }
+    if len(shapes) != 1:
+        raise ProofError(f"{UNION_FLAG} has {len(shapes)} kinds of layers here that select for each query, expected 1")
+    heads, dim, v_dim = shapes.pop()
+    served = Served(
+        device=device,
+        dtype=dtype,
+        heads=heads,
+        dim=dim,
+        v_dim=v_dim,
+        topk=backend.dsa_index_topk,
+        selecting=selecting,
+    )
+    return attention_of(served), tuple(selecting)
 
 
 def placed(backend: Any) -> GroupedAttention | None:
@@ -140,6 +201,16 @@ def placed(backend: Any) -> GroupedAttention | None:
     found: GroupedAttention | None = getattr(backend, _PLACE, None)
     if found is not None and not found.stands():
         raise ProofError("something has replaced the attention of blocks on SGLang's backend, expected nothing")
+    return found
+
+
+def selecting_alone(pattern: Pattern) -> dict[int, int]:
+    """Return the layers that attend to selections which each query made for itself, with the layers that make them."""
+    in_blocks, found, last = selecting_in_blocks(pattern), {}, 0
+    for layer in range(len(pattern)):
+        last = layer if pattern[layer] == FULL else last
+        if layer not in in_blocks:
+            found[layer] = last
     return found
 
 

@@ -72,9 +72,7 @@ def _union_kernel(
     tl.store(out_ptr + at[:, None] * MAIN + main[None, :], mean.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def union_attention(
-    q: Tensor, kv: Tensor, unions: Unions, scale: float, out: Tensor, tile: int = TILE, warps: int = 8, stages: int = 2
-) -> None:
+def union_attention(q: Tensor, kv: Tensor, unions: Unions, scale: float, out: Tensor) -> None:
     """See `indexcache_lab.kernels.union_attention.union_attention`.
 
     Args:
@@ -83,9 +81,6 @@ def union_attention(
         unions: of the queries.
         scale: what products are multiplied by.
         out: `[T, H, V]`, written.
-        tile: keys of a product; a divisor of `TILE`, 16 at least.
-        warps: of a program.
-        stages: tiles that are on their way or in use.
 
     Raises:
         KernelInputError: if a key is not two parts whose sizes are powers of two, the first being the value.
@@ -98,5 +93,5 @@ def union_attention(
     _union_kernel[(len(unions.counts),)](
         q, kv, unions.keys, unions.owners, unions.counts, out, scale / math.log(2), unions.keys.shape[1],
         q.shape[0] * heads, HEADS=heads, OWN=own, ROWS=min(ROWS, max(16, triton.next_power_of_2(own))), MAIN=main,
-        TAIL=tail, TILE=tile, WIDE=kv.numel() >= _WIDE, num_warps=warps, num_stages=stages, **arithmetic(q),
+        TAIL=tail, TILE=TILE, WIDE=kv.numel() >= _WIDE, num_warps=8, num_stages=2, **arithmetic(q),
     )  # fmt: skip

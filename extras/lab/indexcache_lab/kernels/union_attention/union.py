@@ -10,12 +10,12 @@ from torch import Tensor
 from indexcache_lab.kernels.union_attention import TILE, Unions
 from indexcache_lab.kernels.union_attention.naive import room_for
 
-_PIECE = 2048  # marks
+_PIECE = 2048  # marks that are read at a time
 _MARKS = 1 << 27  # bytes for marks of all programs at most
 _PROGRAMS = 256  # at most, so that marks of 128K rows stay in the cache of a GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "cache"])  # so that no pass compiles it again
 def _unite_kernel(
     table_ptr, marks_ptr, keys_ptr, owners_ptr, counts_ptr, tokens, blocks, cache, table_stride, marks_stride, room,
     TOPK: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr,
@@ -60,25 +60,23 @@ def _unite_kernel(
         tl.debug_barrier()
 
 
-def unite(table: Tensor, queries: int, cache: int, piece: int = _PIECE, warps: int = 8) -> Unions:
+def unite(table: Tensor, queries: int, cache: int) -> Unions:
     """See `indexcache_lab.kernels.union_attention.unite`.
 
     Args:
         table: `[T, K]`.
         queries: queries of a block.
         cache: rows of the cache.
-        piece: marks that are read at a time.
-        warps: of a program.
     """
     keys, owners, counts = room_for(table, queries)
     blocks, topk = len(counts), table.shape[1]
     if blocks:
-        stride = triton.cdiv(max(1, cache), piece) * piece
+        stride = triton.cdiv(max(1, cache), _PIECE) * _PIECE
         programs = max(1, min(blocks, _PROGRAMS, _MARKS // stride))
         marks = torch.zeros((programs, stride), dtype=torch.uint8, device=table.device)
         _unite_kernel[(programs,)](
             table, marks, keys, owners, counts, len(table), blocks, cache, table.stride(0), stride, keys.shape[1],
-            TOPK=topk, PADDED=triton.next_power_of_2(max(1, topk)), QUERIES=queries, PIECE=piece, TILE=TILE,
-            num_warps=warps, num_stages=1,
+            TOPK=topk, PADDED=triton.next_power_of_2(max(1, topk)), QUERIES=queries, PIECE=_PIECE, TILE=TILE,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
     return Unions(keys, owners, counts, queries, len(table), cache)
