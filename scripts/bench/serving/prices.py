@@ -73,7 +73,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--queries",
         default=",".join(map(str, (1, *QUERIES))),
-        help="sizes of blocks, 1 first; 1 alone where servers refuse blocks (context parallelism)",
+        help="sizes of blocks, 1 first; 1 alone for a table of F and S",
     )
     parser.add_argument("--engine", default="{}", help="arguments of sglang.Engine, JSON")
     parser.add_argument(
