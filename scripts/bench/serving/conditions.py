@@ -80,7 +80,7 @@ class Condition:
 
     @property
     def switch(self) -> bool:
-        """Whether SGLang serves the pattern by itself."""
+        """Whether SGLang serves the pattern without the plugin."""
         return self.name.endswith("-switch")
 
     @property

@@ -6,8 +6,8 @@ r"""Compute a latency table of context parallelism from one of a rank with all h
 Of n ranks each attends and selects for 1/n of a prompt's tokens, with all heads: that part of a layer's time is
 divided, which is the least that it can take. Experts are divided among the ranks either way, so their time stays.
 Behind attention hidden states are gathered, and behind experts scattered; cached keys are gathered. Decoding is not
-divided. Servers refuse blocks of queries there, so the table has none. Nothing of such a table was measured as a whole:
-it has no checks, and says so.
+divided. The table has F and S alone: what ranks send each other for blocks of queries was not measured. Nor was
+anything of such a table as a whole: it has no checks, and says so.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def dense(self) -> int:
-        """Those of them that have a dense MLP."""
+        """Layers with a dense MLP, among those that were measured."""
         return int(self.config["first_k_dense_replace"])
 
     @property

@@ -42,7 +42,7 @@ class Prices:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether there are times of blocks of queries; servers that divide a prompt's tokens among ranks have none."""
+        """Whether the table has times of blocks of queries."""
         return len(self.full) > 1
 
     def group(self, queries: int, followers: int) -> float:

@@ -18,7 +18,7 @@ TILE = 64  # room for unions is a multiple of it, and so are the tiles that kern
 
 @dataclass(frozen=True)
 class Unions:
-    """What blocks of neighbouring queries selected: each key once, with its owners.
+    """Holds the keys that each block of neighbouring queries selected: every key once, with the queries that own it.
 
     Attributes:
         keys: `[B, C]`, int32: rows of the cache in ascending order, then the last of them up to a multiple of `TILE`.

@@ -53,7 +53,7 @@ def pays(sizes: Sizes, *, queries: int, layers: int, topk: int, cache: int) -> b
 
 
 class Pace:
-    """Whether one group of layers goes by unions; what it saw last decides.
+    """Decides whether a group of layers attends over unions in its next pass, by the unions of its last one.
 
     Args:
         device: of the unions.
