@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +25,7 @@ from sglang_indexcache.serving.proven import Proof, ProofHolder
 from tests.core.test_combinations import on_cpu
 from tests.core.test_grouped import Backend, attend, placed
 from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, put_modules, sglang_modules
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import in_threads, on_two_ranks
 
 __all__ = ["sglang_modules"]
 pytestmark = pytest.mark.usefixtures("sglang_modules")
@@ -43,19 +40,8 @@ PASSES = {  # tokens read before, and in the pass, of each request
 }
 
 
-def in_threads(ranks: int, run: Callable[[Context], Any]) -> list[Any]:
-    """Call `run` on each rank, in threads that meet where processes would."""
-    parts: list[Any] = [None] * ranks
-    arrived, left = Barrier(ranks), Barrier(ranks)
-
-    def gather(rank: int, every: Tensor, own: Tensor) -> None:
-        parts[rank] = own
-        arrived.wait(60)
-        every.copy_(torch.cat(parts))
-        left.wait(60)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: run(Context(rank, ranks, partial(gather, rank))), range(ranks)))
+def on_ranks(ranks: int, run: Callable[[Context], Any]) -> list[Any]:
+    return in_threads(ranks, run, Context)
 
 
 class Pass:
@@ -110,7 +96,7 @@ def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int, n
     made = Pass(*PASSES[name], kind, torch.float32)
     wanted = made.select(ONE_RANK, queries)
     padding, chunk = random.Random(name).choice([(0, None), (3, 37)])
-    parts = in_threads(ranks, lambda here: made.select(here, queries, padding, chunk))
+    parts = on_ranks(ranks, lambda here: made.select(here, queries, padding, chunk))
     assert torch.equal(whole(parts), wanted)
 
 
@@ -129,7 +115,7 @@ def test_leaders_are_those_of_one_rank() -> None:
             )
             return here.queries(*rows, 301)
 
-        for found_q, found_w in in_threads(4, run):
+        for found_q, found_w in on_ranks(4, run):
             assert found_q.dtype == dtype and torch.equal(found_q.float(), q.float())
             assert torch.equal(found_w, w)
 
@@ -146,7 +132,7 @@ def test_random_passes(seed: int) -> None:
     if sum(lengths) < ranks:
         return
     made = Pass(prefixes, lengths, rng.choice([PAGED, RAGGED, UNFUSED]), torch.float32)
-    parts = in_threads(ranks, lambda here: made.select(here, queries, rng.randrange(3)))
+    parts = on_ranks(ranks, lambda here: made.select(here, queries, rng.randrange(3)))
     assert torch.equal(whole(parts), made.select(ONE_RANK, queries))
 
 
@@ -166,7 +152,7 @@ def test_queries_of_blocks_here_attend_together(kind: str, ranks: int, queries: 
         passes[here.rank] = batch
         return found
 
-    for rank, table in enumerate(in_threads(ranks, run)):
+    for rank, table in enumerate(on_ranks(ranks, run)):
         batch, here = passes[rank], len(table) - 2
         batch.more, batch.lengths = {}, None
         ours, theirs = placed(pattern, ranks=ranks), Backend()
@@ -249,7 +235,7 @@ def test_no_plan_outlives_its_pass() -> None:
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = second.prefixes, second.lengths
         return second.call(here, 4, batch)
 
-    assert torch.equal(whole(in_threads(2, run)), second.select(ONE_RANK, 4))
+    assert torch.equal(whole(on_ranks(2, run)), second.select(ONE_RANK, 4))
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
@@ -309,7 +295,7 @@ def test_the_comparison_can_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     wanted = made.select(ONE_RANK, 4)
     if name:
         FAULTS[name](monkeypatch)
-    parts = in_threads(2, lambda here: made.call(here, 4, made.batch(here)))
+    parts = on_ranks(2, lambda here: made.call(here, 4, made.batch(here)))
     assert torch.equal(whole(parts), wanted) == (not name)
 
 

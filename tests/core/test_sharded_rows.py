@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from math import ceil
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +26,7 @@ from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
 from tests.served import CALLS, DIM, HEADS, PAGED, RAGGED, UNFUSED, Call, Metadata, SglangIndexer, sglang_modules
+from tests.two_ranks import in_threads
 
 __all__ = ["sglang_modules"]
 pytestmark = pytest.mark.usefixtures("sglang_modules")
@@ -42,18 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(ranks: int, run: Callable[[Shards], Any]) -> list[Any]:
-    """Call `run` on each rank, in threads that meet where processes would."""
-    parts: list[Any] = [None] * ranks
-    arrived, left = Barrier(ranks), Barrier(ranks)
-
-    def gather(rank: int, every: Tensor, own: Tensor) -> None:
-        parts[rank] = own
-        arrived.wait(60)
-        every.copy_(torch.cat(parts))
-        left.wait(60)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: run(Shards(rank, ranks, partial(gather, rank))), range(ranks)))
+    return in_threads(ranks, run, Shards)
 
 
 @pytest.mark.parametrize("seed", range(40))
