@@ -37,6 +37,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> tuple[Tensor, T
     highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(dim=3, keepdim=True)  # at least 1 where a key is selected
-    out = (weights.flatten(1, 2) @ v).view(*scores.shape[:3], v.shape[2]) / total.clamp(min=1.0)
+    out = (weights.flatten(1, 2) @ v).view(*scores.shape[:3], v.shape[2]) / total.masked_fill(total == 0, 1.0)
     out, lse = (item.transpose(0, 1).flatten(1, 2) for item in (out, total.log() + highest))
     return out, lse.squeeze(2)
