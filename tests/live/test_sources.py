@@ -17,4 +17,6 @@ def test_what_is_replaced_was_read() -> None:
     source = SglangSource.installed()
     assert source is not None and source.version in RAN
     replacing = [feature for feature in all_features() if feature.reads and source.refusal(feature) is None]
-    assert [source.unread(feature) for feature in replacing] == [None] * 7
+    assert len(replacing) >= 7 and {feature.name: source.unread(feature) for feature in replacing} == {
+        feature.name: None for feature in replacing
+    }
