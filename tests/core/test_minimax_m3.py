@@ -126,7 +126,7 @@ class Served:
         self.modes = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
         self.layers = range(3, 3 + len(letters))
         self.choosers: list[int] = []
-        self.backend = object.__new__(module.MiniMaxSparseAttnBackend)
+        self.backend: Any = object.__new__(module.MiniMaxSparseAttnBackend)
         nothing = (
             "is_npu is_hip hisparse_coordinator fp8_attn_gemm use_msa use_dense_sparse_decode _use_msa_decode"
             " indexer_cp _msa_owns_decode _msa_dec_meta _loc_mapping _topk_cache_owner speculative_num_draft_tokens"
