@@ -19,9 +19,10 @@ _REASONS = {
         Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration
         Qwen3_5MoeForConditionalGeneration MiniMaxForCausalLM KimiLinearForCausalLM
     """,
-    "its attention was trained to be sparse": """
-        MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration MiniCPMSALAForCausalLM
+    "its layers choose blocks for each key head, of which no pattern is served: docs/upstream/minimax-m3.md": """
+        MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
     """,
+    "its attention was trained to be sparse": "MiniCPMSALAForCausalLM",
     "its layers are scaled, and those of MiniCPM4.1 were trained to be sparse": "MiniCPMForCausalLM",
     "it sees images, too": """
         Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration
@@ -50,8 +51,7 @@ def refusal(config: Mapping[str, Any], architecture: str) -> str | None:
         config: content of its config.json.
         architecture: the first of its `architectures`, which is the one that SGLang goes by.
     """
-    meant = _meant(config)
-    inner = config.get("text_config")
+    meant, inner = _meant(config), config.get("text_config")
     within = _meant(inner) if isinstance(inner, Mapping) else None
     if meant is not None and architecture in (*_MLA, *([_V32] if meant == _V4 else [])):
         return _mislabelled(meant, architecture)

@@ -221,9 +221,9 @@ def test_refused_architectures_are_some_that_an_engine_has() -> None:
     }
     for name in set(REFUSED) - only_sglang:
         assert name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") in stems, name
-    config = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl"}
-    with pytest.raises(ModelConfigError, match="m3: its attention was trained to be sparse; expected"):
-        describe(config, "m3")
+    config = {"architectures": ["MiniCPMSALAForCausalLM"], "model_type": "minicpm_sala"}
+    with pytest.raises(ModelConfigError, match="sala: its attention was trained to be sparse; expected"):
+        describe(config, "sala")
 
 
 @pytest.mark.sglang
