@@ -99,8 +99,8 @@ class _Attention(nn.Module):
     def __init__(self, layer_id: int, role: str, index_topk: int) -> None:
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk, self.is_nextn = layer_id, role == "S", False, False
-        self.indexer: Any = nn.ModuleDict({"wk": nn.Linear(2, 2)})
-        self.indexer.index_topk = index_topk
+        self.indexer = nn.ModuleDict({"wk": nn.Linear(2, 2)})
+        vars(self.indexer)["index_topk"] = index_topk
 
 
 def _load(model: nn.Module, value: float, lost: int | None = None) -> None:
