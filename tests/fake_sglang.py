@@ -96,10 +96,11 @@ class ServerArgs:
 
 
 class _Attention(nn.Module):
-    def __init__(self, layer_id: int, role: str) -> None:
+    def __init__(self, layer_id: int, role: str, index_topk: int) -> None:
         super().__init__()
         self.layer_id, self.skip_topk, self.next_skip_topk, self.is_nextn = layer_id, role == "S", False, False
         self.indexer = nn.ModuleDict({"wk": nn.Linear(2, 2)})
+        vars(self.indexer)["index_topk"] = index_topk
 
 
 def _load(model: nn.Module, value: float, lost: int | None = None) -> None:
@@ -113,9 +114,13 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
     """Put the stand-in in the place of SGLang; what is returned starts engines."""
 
     class ModelConfig:
+        ignores: ClassVar[set[str]] = set()
+
         def __init__(self, model_path: str, model_override_args: str, is_draft_model: bool = False) -> None:
             self.model_path, self.overrides = model_path, json.loads(model_override_args)
-            self.layers = json.loads(Path(model_path, "config.json").read_text())["num_hidden_layers"]
+            config = json.loads(Path(model_path, "config.json").read_text())
+            config |= {key: value for key, value in self.overrides.items() if key not in self.ignores}
+            self.layers, self.index_topk = config["num_hidden_layers"], config["index_topk"]
             self.context_len = 256
 
         @staticmethod
@@ -125,7 +130,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
 
     def _initialize_model(model_config: Any, load_config: Any) -> nn.Module:
         roles = model_config.overrides.get("index_topk_pattern", "F" * model_config.layers)
-        return nn.ModuleList([_Attention(layer, role) for layer, role in enumerate(roles)])
+        return nn.ModuleList([_Attention(layer, role, model_config.index_topk) for layer, role in enumerate(roles)])
 
     class ModelRunner:
         def __init__(self, server_args: Any, model_config: Any) -> None:

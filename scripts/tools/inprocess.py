@@ -101,7 +101,7 @@ def own_arguments(model: Path) -> dict[str, Any]:
     """Return the arguments that a model needs: attention sinks (HY-V4) run on one kernel of SGLang alone."""
     config = json.loads((model / "config.json").read_text())
     if "index_topk" not in config:
-        return {"attention_backend": "torch_native", **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
+        return {"attention_backend": "torch_native"}
     if config["model_type"] == "deepseek_v4":
         return {"attention_backend": "dsv4", "swa_full_tokens_ratio": 1.0, "disable_shared_experts_fusion": True}
     if "learnable_sink_init" not in config:
@@ -116,7 +116,8 @@ def load_runner(model: Path) -> Any:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
-    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **{**ARGUMENTS, **own_arguments(model)})
+    given = {**ARGUMENTS, **own_arguments(model), **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
+    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **given)
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
@@ -175,7 +176,7 @@ def generate(
 ) -> list[Served]:
     """Load `model` with the plugin and `pattern`, prefill all prompts as one batch, decode greedily.
 
-    Without a pattern it is SGLang alone. `arguments` are its own, of dense models.
+    Without a pattern it is SGLang alone. `arguments` are its own.
 
     Returns:
         A `Served` for each prompt, in the order given.

@@ -94,7 +94,7 @@ class Calibration(EnginePlan):
                 )
             self.sglang.require(checkpoint.family.sglang.serving)
             self.require_read(checkpoint.family.sglang.serving)
-            self._family = checkpoint.family
+            self._family, self.index_topk = checkpoint.family, checkpoint.model.index_topk
             self.pattern = Pattern.full(checkpoint.model.num_layers, checkpoint.locked)
             self.config_sha256, folder = checkpoint.model.config_sha256, ModelName.parse(model).folder
             self._files = None if folder is None else ModelFiles.read(folder, weight_files)

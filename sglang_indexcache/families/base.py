@@ -140,7 +140,7 @@ class SglangAdapter(ABC):
         return ()
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
-        """Yield why SGLang's kernels can't serve the heads of a model, by server arguments or a launch line."""
+        """Yield why SGLang's kernels can't serve a model's heads or selections, by its arguments or a launch line."""
         yield from ()
 
     @abstractmethod

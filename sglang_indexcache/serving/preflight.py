@@ -144,6 +144,7 @@ class EnginePlan(ABC):
         asked: what the launch asks for.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
         selects_after: tokens up to which a prompt attends to everything; known then, too.
+        index_topk: tokens (entries) that its indexers must select; known then, too.
         proven: proof of the engine in this process.
     """
 
@@ -152,7 +153,7 @@ class EnginePlan(ABC):
     error: ClassVar[type[IndexCacheError]]
     source: str
     pattern: Pattern
-    selects_after = 0
+    selects_after = index_topk = 0
     asked = Asked()
 
     def __init__(self, sglang: SglangSource) -> None:
@@ -291,6 +292,7 @@ class Preflight(EnginePlan):
             self._families[model] = family
             if self._family is None:
                 self._family, self.selects_after = family, checkpoint.model.first_sparse_position
+                self.index_topk = checkpoint.model.index_topk
         return self._families[model]
 
     def _check_heads(self, checkpoint: Checkpoint) -> None:

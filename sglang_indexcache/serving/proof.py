@@ -202,6 +202,10 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
             problem = f"blocks would be selected over {contexts} (layers: ranks of a context), expected {expected}"
         if problem is None and selection != plan.pattern.selection:
             problem = f"the loaded model would choose by {selection}, the pattern says {plan.pattern.selection}"
+        sizes = {getattr(adapter.indexer(module), "index_topk", None) for _, module in adapter.modules(runner.model)}
+        if problem is None and (other := sizes - {None, plan.index_topk}):
+            found = min(other, key=str)
+            problem = f"the loaded indexers select {found} tokens, the model's index_topk is {plan.index_topk}"
     except Exception as error:
         effective, problem = {}, _line(error)
     roles = "".join(effective[site].role if site in effective else "-" for site in range(len(plan.pattern)))

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.messages import NO_INDEXER, NOT_COMBINED, NOT_LOADED, OTHER_LENGTH
 from sglang_indexcache.serving import engines
 from tests import fake_sglang
-from tests.conftest import tiny_config
+from tests.conftest import TOPK, tiny_config
 
 ASK, CALIBRATE = refusal.PATTERN_VARIABLE, refusal.CALIBRATE_VARIABLE
 LAYERS = {"six": 6, "eight": 8}
@@ -179,6 +180,24 @@ def test_what_can_not_be_served_ends_the_process(
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.startswith(f"indexcache: {line}") and error.count("\n") == 1
     assert "BUILT" not in os.environ
+
+
+@pytest.mark.parametrize("env", [{ASK: "FSSFSS"}, {CALIBRATE: "1"}], ids=["serves", "calibrates"])
+def test_how_many_tokens_indexers_select_is_read_back(
+    env: dict[str, str], process: Process, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An SGLang that reads the key no more, as happened to patterns, would select what config.json says."""
+
+    def start() -> Any:
+        process.set(env)
+        return process.engine(model_path=str(process.folder / "six"), json_model_override_args='{"index_topk": 16}')
+
+    assert {layer.indexer.index_topk for layer in start().scheduler.tp_worker.model_runner.model} == {16}
+    resolve_name("sglang.srt.configs.model_config:ModelConfig").ignores = {"index_topk"}
+    with pytest.raises(SystemExit):
+        start()
+    line = f"the loaded indexers select {TOPK} tokens, the model's index_topk is 16"
+    assert line in capsys.readouterr().err
 
 
 def test_an_engine_of_rays_class_is_refused(process: Process, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,11 @@ import pytest
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.families.dsa.heads import troubles
+from sglang_indexcache.families.dsa.heads import selection_troubles, troubles
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
+from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
@@ -80,6 +81,43 @@ def test_what_is_expected_is_taken() -> None:
     assert "5 or 10 or 20 ranks" in expected
     for ranks in (5, 10, 20):
         assert not list(troubles(20, LaunchLine({"tp_size": ranks})))
+
+
+FLASHINFER = "--dsa-topk-backend flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("index_topk", "flags", "found"),
+    [
+        (2048, "", {}),
+        (64, FLASHINFER, {}),
+        (4096, "--device cpu", {}),
+        (4096, "", {"--dsa-topk-backend sgl-kernel takes 2048 at most": True}),
+        (2049, "--dsa-topk-backend sgl-kernel", {"--dsa-topk-backend sgl-kernel takes 2048 at most": True}),
+        (4096, FLASHINFER, {"--dsa-topk-backend flashinfer was never run with more than 2048": False}),
+        (4096, "--dsa-topk-backend torch", {"--dsa-topk-backend torch was never run": False}),
+    ],
+)
+def test_selections_by_the_flags(index_topk: int, flags: str, found: dict[str, bool]) -> None:
+    lines = list(selection_troubles(index_topk, Readings.of(flags.split(), None).lines[-1]))
+    assert [trouble.certain for trouble in lines] == list(found.values())
+    for trouble, said in zip(lines, found, strict=True):
+        assert said in trouble.line and f"index_topk is {index_topk}: " in trouble.line
+
+
+def test_a_server_whose_selection_would_end_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang ends with an assertion while it captures graphs, after minutes of loading."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(index_topk=2048)))
+    override, said = '{"index_topk": 4096}', "index_topk is 4096: --dsa-topk-backend sgl-kernel takes 2048 at most"
+    for arguments in (["--json-model-override-args", override], ["--server-args", f"{FLAG} '{override}'"]):
+        assert main(["FSSFSS", "--model", str(tmp_path), *arguments]) == 1
+        assert f"\nproblem: {said}" in capsys.readouterr().out
+    check = Preflight(PatternRequest("x", Pattern("FSSFSS")), AnySglang(Path(), "0.0"))
+    given: dict[str, Any] = {"model_path": str(tmp_path), "json_model_override_args": override}
+    with pytest.raises(PreflightError, match=said):
+        check.check(SimpleNamespace(**given))
+    check.check(SimpleNamespace(**given, dsa_topk_backend="flashinfer"))
+    assert check.index_topk == 4096
 
 
 def glm(**changes: Any) -> dict[str, Any]:

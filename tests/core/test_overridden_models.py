@@ -114,6 +114,21 @@ def test_the_check_says_what_the_server_would(
         assert lines([pattern, *arguments], capsys)[0] == [], arguments
 
 
+def test_an_override_may_make_the_model_that_the_file_was_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern that was searched with another index_topk; without the override it is of another model."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    pattern_file(Pattern("FSSFSS"), tiny_config(index_topk=16)).save(tmp_path / "p.yaml")
+    pattern, model = str(tmp_path / "p.yaml"), str(tmp_path)
+    given = json.dumps({"index_topk": 16})
+    assert lines([pattern, "--model", model, FLAG, given], capsys)[0] == []
+    assert lines([pattern, "--server-args", f"--model-path {model} {FLAG} '{given}'"], capsys)[0] == []
+    for other in ([], [FLAG, '{"index_topk": 32}']):
+        [problem] = lines([pattern, "--model", model, *other], capsys)[0]
+        assert f"index_topk is 16 in the file, {32 if other else 8} in" in problem
+
+
 def test_the_heads_of_the_overridden_model_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The check looked at those of config.json."""
     folder = tmp_path / "m"

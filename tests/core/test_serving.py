@@ -32,7 +32,7 @@ from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from tests.conftest import tiny_config
+from tests.conftest import TOPK, tiny_config
 
 PATTERN = Pattern("FSSFSS")
 REQUEST = PatternRequest("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
@@ -195,7 +195,7 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), asked=Asked())
+    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), asked=Asked(), index_topk=TOPK)
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -80,6 +81,23 @@ def test_served_logprobs_match_transformers(served_model: tuple[Path, Any], inde
     assert len(extends) == len(pattern.full_layers), "one run of each F layer in the one prefill"
     assert {len(run.positions) for run in extends} == {sum(map(len, prompts(folder)))}
     check_parity(model, pattern, answers, runs)
+
+
+def test_another_index_topk_is_served_by_an_override(tmp_path: Path) -> None:
+    """A pattern that was searched on a folder whose config.json differs in that alone runs on the original."""
+    folder = random_models.build("glm-dense", tmp_path / "glm")
+    config = json.loads((folder / "config.json").read_text())
+    topk, edited = 2 * config["index_topk"], tmp_path / "edited"
+    shutil.copytree(folder, edited)
+    (edited / "config.json").write_text(json.dumps({**config, "index_topk": topk}))
+    pattern, record = Pattern("FSFSFF"), tmp_path / "record"
+    file = write_pattern(pattern, edited, tmp_path / "pattern.yaml")
+    record.mkdir()
+    override = {"json_model_override_args": json.dumps({"index_topk": topk})}
+    answers = numbered(generate(folder, file, prompts(folder), STEPS, record, **override))
+    runs = recorder.read(record)
+    assert {run.selected.shape[1] for run in recorder.indexers(runs)} == {topk}
+    check_parity(load_reference(edited), pattern, answers, runs)
 
 
 def check_parity(

@@ -1,7 +1,9 @@
-"""The numbers of heads on a rank that SGLang's kernels of DSA attention take; another one ends a server's first pass.
+"""The heads on a rank, and the tokens of a selection, that SGLang's DSA kernels take; others end a server's first pass.
 
 Read: dsa_backend.py and overrides.py (`_dsa_split_backend_resolution`) of SGLang 0.5.11 to 0.5.23, and of 0.5.23 the
 kernels tilelang_kernel.py, triton_sparse_mla.py and triton_sparse_mla_prefill.py; flashinfer 0.7.2 (`mla/_core.py`).
+Of selections: dsa_topk_backend.py and transform_index.py of SGLang 0.5.17 and 0.5.23, top_k.py of sglang-kernel 0.4.10,
+topk.py and topk.cuh of flashinfer 0.6.15 and 0.7.2.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ _OTHERS = {
     "decode": ("flashmla_kv", "fa3", "tilelang"),
 }
 _DEFAULT = "flashmla_sparse"  # of prompts, unless the cache is in 8 bits
+_SELECTS, _SELECTED = "sgl-kernel", 2048  # the default that selects, and how many tokens at most
 
 
 @dataclass(frozen=True)
 class HeadTrouble:
-    """A reason why a model's heads can't be served.
+    """A reason why a model's heads, or the size of its selections, can't be served.
 
     Attributes:
         line: for people: what was found, and what is expected.
@@ -60,6 +63,18 @@ def troubles(heads: int, arguments: Any) -> Iterator[HeadTrouble]:
     if given["prefill"] is None and not eight_bits and not _TAKES[_DEFAULT][0](own):
         default = f"SGLang's default for prompts on Hopper, {_DEFAULT} unless the cache is fp8,"
         yield HeadTrouble(_line(heads, own, "prefill", _DEFAULT, default), False)
+
+
+def selection_troubles(index_topk: int, arguments: Any) -> Iterator[HeadTrouble]:
+    """Yield why SGLang's server arguments, or a launch line, can't serve a model with such selections."""
+    arguments = Meaning(arguments)
+    if index_topk <= _SELECTED or (arguments.device or "cuda") != "cuda":
+        return
+    backend = arguments.dsa_topk_backend or _SELECTS
+    line = f"was never run with more than {_SELECTED} and a pattern; drafts have --speculative-dsa-topk-backend"
+    if backend == _SELECTS:
+        line = f"takes {_SELECTED} at most, and would end the server; expected flashinfer, and SGLang 0.5.23"
+    yield HeadTrouble(f"index_topk is {index_topk}: --dsa-topk-backend {backend} {line}", backend == _SELECTS)
 
 
 def _line(heads: int, own: int, step: str, backend: str, named: str) -> str:

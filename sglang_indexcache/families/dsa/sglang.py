@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from sglang_indexcache.families.base import SglangAdapter
 from sglang_indexcache.families.dsa import needs
-from sglang_indexcache.families.dsa.heads import HeadTrouble, troubles
+from sglang_indexcache.families.dsa.heads import HeadTrouble, selection_troubles, troubles
 from sglang_indexcache.families.dsa.override import (
     FREQ_KEY,
     PATTERN_KEY,
@@ -51,6 +51,7 @@ class DsaSglang(SglangAdapter):
         """See `SglangAdapter.head_troubles`."""
         keys = self.checkpoint.keys[model.architecture]
         yield from troubles({**keys.defaults, **model.config}["num_attention_heads"], arguments)
+        yield from selection_troubles(model.index_topk, arguments)
 
     def to_overrides(self, overrides: Mapping[str, Any], pattern: Pattern) -> dict[str, Any]:
         """See `SglangAdapter.to_overrides`; in every spelling that SGLang 0.5.11 to 0.5.23 reads.
