@@ -29,7 +29,7 @@ CONFIGS = {
 }
 V3 = "DeepseekV3ForCausalLM"
 GLM_AS_V3 = tiny_config(architectures=[V3])
-EARLY = tiny_config("deepseek_v32", architectures=[V3], model_type="deepseek_v3")  # a DeepSeek-V3.2 under V3's name
+EARLY = {**tiny_config("deepseek_v32"), "architectures": [V3], "model_type": "deepseek_v3"}  # a DeepSeek-V3.2
 OLD_SAVE = {  # what transformers 4 writes with use_diff=False
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
