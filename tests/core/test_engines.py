@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,7 +314,8 @@ def test_an_sglang_that_says_no_more_in_answers_serves_all_the_same(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 0.5.17 does: `/server_info` has it."""
-    monkeypatch.delattr("sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer")
+    module = sys.modules["sglang.srt.managers.scheduler_components.output_streamer"]
+    monkeypatch.delattr(module, "SchedulerOutputStreamer")
     engine = process.start("six", {ASK: "FSSFSS"})
     assert engine.answers(True) == {} and engine.state()["proven"]
 

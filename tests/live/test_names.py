@@ -41,6 +41,10 @@ def test_the_name_of_v3_changes_nothing(tmp_path: Path) -> None:
 
     expected, kept = answers(own, file, tmp_path / "of-own")
     assert kept == set(PATTERN.full_layers)
-    assert answers(early, file, tmp_path / "of-early") == (expected, kept)
+    found, ran = answers(early, file, tmp_path / "of-early")
+    assert ran == kept
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
     everything, all_layers = answers(early, None, tmp_path / "without")
-    assert all_layers == set(range(len(PATTERN))) and everything != expected
+    assert all_layers == set(range(len(PATTERN)))
+    assert everything[0].logprobs != pytest.approx(expected[0].logprobs, abs=1e-3)
