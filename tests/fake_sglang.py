@@ -175,12 +175,25 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
 
         def release_memory_occupation(self, recv_req: Any) -> None: ...
 
+    class SchedulerOutputStreamer:
+        has_additional_customized_info: ClassVar[bool] = False
+
+        def __init__(self, server_args: Any) -> None:
+            self.server_args, self.rust_server = server_args, None
+
+        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, Any]:
+            return {}
+
     class Scheduler:
         def __init__(self, server_args: Any) -> None:
             self.server_args, self.dp_rank = server_args, 0
+            self.init_output_streamer()
             config = ModelConfig.from_server_args(server_args)
             self.tp_worker = SimpleNamespace(model_runner=ModelRunner(server_args, config))
             self.updater = SchedulerWeightUpdaterManager(self.tp_worker)
+
+        def init_output_streamer(self) -> None:
+            self.output_streamer = SchedulerOutputStreamer(self.server_args)
 
         def get_init_info(self) -> dict[str, Any]:
             return {"status": "ready"}
@@ -224,6 +237,15 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
         def state(self) -> Any:
             return self.scheduler.get_internal_state(None).internal_state.get("indexcache")
 
+        def answers(self, *finished: bool) -> dict[str, Any]:
+            """What a batch of requests, finished or not, says beside its tokens."""
+            streamer = self.scheduler.output_streamer
+            requests = [SimpleNamespace(finished=lambda item=item: item) for item in finished]
+            found: dict[str, Any] = {}
+            if streamer.has_additional_customized_info:
+                found = streamer.build_additional_customized_info(requests)
+            return found
+
         def roles(self) -> str:
             return "".join("S" if layer.skip_topk else "F" for layer in self.scheduler.tp_worker.model_runner.model)
 
@@ -242,6 +264,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
         "managers.scheduler_components.weight_updater": {
             "SchedulerWeightUpdaterManager": SchedulerWeightUpdaterManager
         },
+        "managers.scheduler_components.output_streamer": {"SchedulerOutputStreamer": SchedulerOutputStreamer},
         "managers.io_struct": {
             "UpdateWeightFromDiskReqOutput": SimpleNamespace,
             "GetInternalStateReqOutput": SimpleNamespace(internal_state=None),

@@ -10,4 +10,5 @@ torch.set_num_threads(1)
 for module in ("benchmark.one_batch", "srt.entrypoints.http_server", "srt.models.registry"):
     import_module(f"sglang.{module}")
 if source := SglangSource.installed():
-    source.require(*FEATURES)
+    for feature in FEATURES:
+        source.refusal(feature)

@@ -63,15 +63,8 @@ class Environment:
     def of(cls, source: SglangSource) -> Environment:
         """Check an SGLang for all features."""
         rows = tuple(
-            FeatureRow(
-                feature.name,
-                feature.does,
-                feature in REQUIRED,
-                source.refusal(feature),
-                feature.otherwise,
-                source.unread(feature),
-            )
-            for feature in all_features()
+            FeatureRow(one.name, one.does, one in REQUIRED, source.refusal(one), one.otherwise, source.unread(one))
+            for one in all_features()
         )
         return cls(source.version, str(source.root), rows)
 

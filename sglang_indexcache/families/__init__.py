@@ -14,7 +14,7 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.hy_v4 import HY_V4
-from sglang_indexcache.families.refused import label, refusal
+from sglang_indexcache.families.refused import label, refusal, renamed
 from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.io.extensions import ExtensionError, extensions
 from sglang_indexcache.model.layers import ModelLayers
@@ -79,6 +79,7 @@ def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
     Raises:
         ModelConfigError: if its architecture is of no family, or a needed key is missing or wrong.
     """
+    config = renamed(config)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ModelConfigError(f"{name}: config.json: architectures is {architectures!r}, expected a list")

@@ -39,9 +39,24 @@ REFUSED = {architecture: reason for reason, architectures in _REASONS.items() fo
 
 _DRAFTS = ("NextN", "MTP", "DSpark", "Eagle", "Eagle3", "DraftModel")
 _V3, _V32, _V4 = "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM"
+_GLM = "GlmMoeDsaForCausalLM"
 # Models with indexers: transformers builds one by its model_type, SGLang by its architecture.
-_LABELS = {"deepseek_v32": _V32, "deepseek_v4": _V4, "glm_moe_dsa": "GlmMoeDsaForCausalLM", "hy_v4": "HYV4ForCausalLM"}
+_LABELS = {"deepseek_v32": _V32, "deepseek_v4": _V4, "glm_moe_dsa": _GLM, "hy_v4": "HYV4ForCausalLM"}
 _MLA = (_V3, "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM")  # architectures of models without indexers
+
+
+def renamed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a DeepSeek-V3.2 that goes by the name of DeepSeek-V3 as the same under its own name.
+
+    SGLang tells the two apart by `index_topk` alone, and has one configuration class for both; transformers would build
+    a model without indexers. Read: `is_deepseek_dsa` in srt/configs/model_config.py, `_DeepseekV32ConfigAlias` in
+    srt/utils/hf_transformers/common.py of SGLang 0.5.17 and 0.5.23.
+    """
+    named = config.get("architectures")
+    if not isinstance(named, list) or named[:1] != [_V3] or _meant(config) != _V32:
+        return config
+    kind = {"model_type": "deepseek_v32"} if config.get("model_type") == "deepseek_v3" else {}
+    return {**config, "architectures": [_V32], **kind}
 
 
 def refusal(config: Mapping[str, Any], architecture: str) -> str | None:
@@ -68,10 +83,7 @@ def label(config: Mapping[str, Any]) -> str | None:
 
 
 def _mislabelled(meant: str, architecture: str) -> str:
-    """Return what SGLang makes of a model with another's architecture, and what is to be changed in its config.json.
-
-    Read: `is_deepseek_dsa` in srt/configs/model_config.py of SGLang 0.5.17 and 0.5.23.
-    """
+    """Return what SGLang makes of a model with another's architecture, and what is to be changed in its config.json."""
     if meant == _V4:
         found, effect = "compress_ratios", "SGLang would build another model"
     elif architecture == _V3:
@@ -89,4 +101,6 @@ def _meant(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model with indexers by the other keys of its config.json; `None` if it has none."""
     if config.get("compress_ratios") or label(config) == _V4:
         return _V4
-    return None if config.get("index_topk") is None else label(config) or _V32
+    if config.get("index_topk") is None:
+        return None
+    return label(config) or (_GLM if config.get("indexer_rope_interleave") else _V32)

@@ -50,22 +50,9 @@ _OF_DRAFTS = """
     speculative_decoding
 """
 _OF_TOKENS = "bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id"
-_OF_THIS_PROJECT = "indexcache"
+_OTHERS = f"{_OF_STORED_WEIGHTS} {_OF_DRAFTS} {_OF_TOKENS} indexcache"  # the last is of this project
 
-INCIDENTAL = frozenset(
-    " ".join(
-        (
-            _ABOUT_THE_FILE,
-            _HOW_IT_RUNS,
-            _OF_TRAINING,
-            _OF_GENERATION,
-            _OF_STORED_WEIGHTS,
-            _OF_DRAFTS,
-            _OF_TOKENS,
-            _OF_THIS_PROJECT,
-        )
-    ).split()
-)
+INCIDENTAL = frozenset(f"{_ABOUT_THE_FILE} {_HOW_IT_RUNS} {_OF_TRAINING} {_OF_GENERATION} {_OTHERS}".split())
 # A head for drafts beside a model; notes of programs: experts that REAP took out, a tokenizer that Unsloth mended.
 _BEGINNINGS = ("dspark_", "reap_", "unsloth_")
 _ENDINGS = ("_token_id", "_token_ids", "_token_index")  # which token means what: mask_token_id, image_token_index

@@ -14,6 +14,7 @@ The hooks, and when each runs:
 | around `Scheduler.__init__` | `metrics` | metrics, if they are on |
 | after `Scheduler.get_init_info` | `ready` | a scheduler is not ready without its proof, and sends it along |
 | after `Scheduler.get_internal_state` | here | `/server_info` |
+| after `SchedulerOutputStreamer.build_additional_customized_info` | here | `meta_info` of answers |
 | around `kill_process_tree` | `ready` | the line of a scheduler that was refused while it served is the last |
 | around `_wait_and_warmup` of HTTP servers | `warm_up` | a prompt that selects is counted before a server is ready |
 | in the first passes, with module hooks of PyTorch's | `counted` | how often each indexer runs |
@@ -33,7 +34,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -109,11 +110,14 @@ def _configure(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _schedule(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Add metrics to a scheduler whose model is proven (around `Scheduler.__init__`)."""
+    """Let a scheduler whose model is proven report metrics, and what it serves (around `Scheduler.__init__`)."""
     plan = _plan(bound_to(original, args, kwargs).arguments["server_args"])
     original(*args, **kwargs)
-    if plan.serves and installed_source(probes.REQUIRED).refusal(probes.PROMETHEUS) is None:
+    source = installed_source(probes.REQUIRED)
+    if plan.serves and source.refusal(probes.PROMETHEUS) is None:
         metrics.report(plan, args[0])
+    if plan.serves and source.refusal(probes.ANSWERS) is None:
+        type(args[0].output_streamer).has_additional_customized_info = True
 
 
 def _plan(server_args: Any) -> EnginePlan:
@@ -143,6 +147,7 @@ def _serving_hooks() -> Hooks:
             hooks.add(kind, need, function)
     for feature, kind, need, function in (
         (probes.STATUS, "AFTER", probes.STATE, status),
+        (probes.ANSWERS, "AFTER", probes.ANSWER, _answers),
         (probes.CACHE_KEYS, "AFTER", probes.STORAGE, _cache_keys),
         (probes.PEERS, "BEFORE", probes.PEER, _handshake),
         (probes.PEERS, "AROUND", probes.MEETING, _meet),
@@ -233,6 +238,19 @@ def status(reply: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     elif plan is not None:
         found = plan.proven.status(plan.source)
         reply.internal_state[KEY] = {**found, **plan.family.sglang.saved(scheduler.tp_worker.model_runner)}
+
+
+def _answers(said: dict[str, Any], streamer: Any, reqs: Sequence[Any]) -> None:
+    """Say the fingerprint in answers that are complete; none while it is not proven, or SGLang's frontend is in Rust.
+
+    Raises:
+        ProofError: if its model was not proven.
+    """
+    plan = engines.plan_of(streamer.server_args)
+    complete = [bool(request.finished()) for request in reqs]
+    if plan is not None and plan.serves and any(complete) and getattr(streamer, "rust_server", None) is None:
+        shown = [] if plan.proven.lost else [plan.proven.proof.pattern.fingerprint]
+        said[KEY] = [shown if item else [] for item in complete]
 
 
 def _cache_keys(config: Any, *args: Any, **kwargs: Any) -> None:

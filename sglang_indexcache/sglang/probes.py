@@ -88,6 +88,12 @@ METRICS = Need(
     "srt.observability.metrics_collector", "SchedulerMetricsCollectorContext.current_scheduler_metrics_enabled"
 )
 COLLECTOR = Need("srt.managers.scheduler", "Scheduler", mentions=("metrics_collector_context",))
+STREAMER = Need("srt.managers.scheduler", "Scheduler.init_output_streamer", mentions=("output_streamer",))
+ANSWER = Need(
+    "srt.managers.scheduler_components.output_streamer",
+    "SchedulerOutputStreamer.build_additional_customized_info",
+    ("reqs",),
+)
 STORAGE = Need("srt.managers.cache_controller", "HiCacheController._generate_storage_config", ("model_name",))
 STORAGE_CONFIG = Need("srt.mem_cache.hicache_storage", "HiCacheStorageConfig.model_name")
 PEER = Need(
@@ -134,6 +140,7 @@ PROVE = Feature(
 )
 WEIGHTS = Feature("weights", "see that the indexers of F layers were loaded", (NEW_MODEL, LOAD_MODEL), "no server")
 STATUS = Feature("status", "pattern and fingerprint in /server_info", (STATE, STATE_REPLY), "a warning in the log")
+ANSWERS = Feature("answers", "the fingerprint in meta_info of /generate", (STREAMER, ANSWER), "/server_info alone")
 PROMETHEUS = Feature(
     "metrics", "sglang:indexcache_* in /metrics", (METRICS, COLLECTOR, FORWARD, SCHEDULER), "a warning in the log"
 )
@@ -170,7 +177,7 @@ WARMED = Feature(
 )
 RAY = Feature("ray", "schedulers that are Ray actors and load plugins", (RAY_ACTOR,), "no server with --use-ray")
 FEATURES = (
-    *(SERVE, PROVE, WEIGHTS, WARMED, OBSERVE_UPDATES, STATUS, PROMETHEUS, CACHE_KEYS, PEERS),
+    *(SERVE, PROVE, WEIGHTS, WARMED, OBSERVE_UPDATES, STATUS, ANSWERS, PROMETHEUS, CACHE_KEYS, PEERS),
     *(CALIBRATE, DIVERGENCE, SAMPLING),
 )
 REQUIRED = (SERVE, PROVE, WEIGHTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,6 +309,34 @@ def test_other_updates_are_proven_at_their_end(
     assert engine.state()["proven"] is holds and other.state()["proven"]
     assert holds or method in engine.state()["reason"]
     assert update(engine).success and engine.state()["proven"]
+
+
+def test_complete_answers_name_what_is_proven(process: Process) -> None:
+    """And nothing while weights are updated, in engines without a pattern, and for SGLang's frontend in Rust."""
+    engine, other = process.start("six", {ASK: "FSSFSS"}), process.start("six", {ASK: "FSFSFS"})
+    plain, search = process.start("six", {}), process.start("six", {CALIBRATE: "1"})
+    own = Pattern("FSSFSS").fingerprint
+    assert engine.answers(False, True, True) == {"indexcache": [[], [own], [own]]}
+    assert engine.answers(False) == engine.answers() == plain.answers(True) == search.answers(True) == {}
+    update(engine, "begin_weight_update")
+    assert engine.answers(True) == {"indexcache": [[]]}
+    assert other.answers(True) == {"indexcache": [[Pattern("FSFSFS").fingerprint]]}
+    update(engine, "end_weight_update")
+    assert engine.answers(True) == {"indexcache": [[own]]}
+    assert not update(engine, value=3.0, lost=3).success
+    assert engine.answers(True) == {"indexcache": [[]]}
+    other.scheduler.output_streamer.rust_server = object()
+    assert other.answers(True) == {}
+
+
+def test_an_sglang_that_says_no_more_in_answers_serves_all_the_same(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 0.5.17 does: `/server_info` has it."""
+    module = sys.modules["sglang.srt.managers.scheduler_components.output_streamer"]
+    monkeypatch.delattr(module, "SchedulerOutputStreamer")
+    engine = process.start("six", {ASK: "FSSFSS"})
+    assert engine.answers(True) == {} and engine.state()["proven"]
 
 
 def test_released_weights_must_be_loaded_before_a_prompt(process: Process) -> None:

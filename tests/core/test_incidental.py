@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+from scripts.tools.pattern_files import pattern_file
+from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.refused import refusal
 from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError
+from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.model.incidental import INCIDENTAL, is_incidental
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
 
@@ -22,7 +27,9 @@ CONFIGS = {
     "llama": tiny_dense_config(),
     "qwen3": tiny_dense_config("qwen3"),
 }
-V32 = tiny_config("deepseek_v32", architectures=["DeepseekV3ForCausalLM"])
+V3 = "DeepseekV3ForCausalLM"
+GLM_AS_V3 = tiny_config(architectures=[V3])
+EARLY = {**tiny_config("deepseek_v32"), "architectures": [V3], "model_type": "deepseek_v3"}  # a DeepSeek-V3.2
 OLD_SAVE = {  # what transformers 4 writes with use_diff=False
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
@@ -116,30 +123,22 @@ def test_vllms_switch_is_none_of_sglangs() -> None:
     ("config", "message"),
     [
         (
-            V32,
+            GLM_AS_V3,
             "labelled DeepseekV3ForCausalLM, and has index_topk, .*SGLang runs them under this name, too, .*expected in"
-            r' config.json "architectures": \["DeepseekV32ForCausalLM"\], "model_type": "deepseek_v32"',
-        ),
-        (
-            {**V32, "model_type": "deepseek_v3"},
-            '"model_type": "deepseek_v32"$',
-        ),
-        (
-            tiny_config(architectures=["DeepseekV3ForCausalLM"]),
-            r'"architectures": \["GlmMoeDsaForCausalLM"\], "model_type": "glm_moe_dsa"$',
+            r' config.json "architectures": \["GlmMoeDsaForCausalLM"\], "model_type": "glm_moe_dsa"$',
         ),
         (
             {**tiny_config(architectures=["Glm4MoeLiteForCausalLM"]), "model_type": "glm4_moe_lite"},
             "has index_topk, .*: SGLang would not run them under this name; expected",
         ),
         (
-            {**tiny_v4_config(), "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+            {**tiny_v4_config(), "architectures": [V3], "model_type": "deepseek_v3"},
             "labelled DeepseekV3ForCausalLM, and has compress_ratios, as DeepseekV4ForCausalLM .*another model; "
             r'expected in config.json "architectures": \["DeepseekV4ForCausalLM"\], "model_type": "deepseek_v4"$',
         ),
         ({**tiny_v4_config(), "architectures": ["DeepseekV32ForCausalLM"]}, "labelled DeepseekV32ForCausalLM, and has"),
         (
-            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "index_topk": None},
+            {"architectures": [V3], "model_type": "deepseek_v3", "index_topk": None},
             "its latent attention \\(MLA\\) is dense; docs/distill.md says how indexers are trained",
         ),
         (
@@ -182,13 +181,58 @@ def test_no_model_of_a_family_is_taken_for_another(name: str) -> None:
 
 def test_the_mended_label_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the message asks for is enough."""
-    config = {**V32, "model_type": "deepseek_v3"}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(GLM_AS_V3))
     assert main(["FSSFSS", "--model", str(tmp_path)]) == 2
     asked = json.loads("{" + capsys.readouterr().err.rpartition("config.json ")[2] + "}")
-    path.write_text(json.dumps({**config, **asked}))
+    path.write_text(json.dumps({**GLM_AS_V3, **asked}))
     assert main(["FSSFSS", "--model", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "label", [{}, {"model_type": "deepseek_v32"}, {"model_type": None}, {"auto_map": {"A": "b.C"}}]
+)
+def test_deepseek_v32_by_the_name_of_v3_is_the_same_model(label: dict[str, Any]) -> None:
+    """SGLang tells them apart by index_topk; pattern files, prices and published letters are those of V3.2."""
+    named = describe({**EARLY, **label}, "tiny")
+    assert named == describe(tiny_config("deepseek_v32"), "tiny")
+    assert named.architecture == "DeepseekV32ForCausalLM" and family_of(named.architecture).name == "dsa"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_topk": 0}, "index_topk is 0, expected a positive integer"),
+        ({"index_topk": "2048"}, "index_topk is '2048', expected a positive integer"),
+        ({"index_topk": None}, r"its latent attention \(MLA\) is dense"),
+        ({"index_n_heads": "x"}, "index_n_heads is x, expected a number"),
+        ({"indexer_rope_interleave": True}, '"model_type": "glm_moe_dsa"$'),
+        ({"model_type": "kimi_k2"}, "model_type is 'kimi_k2', expected 'deepseek_v32'"),
+        ({"architectures": V3}, "architectures is 'DeepseekV3ForCausalLM', expected a list"),
+        ({"architectures": ["X", V3]}, "X, DeepseekV3ForCausalLM has no attention known here"),
+    ],
+)
+def test_what_the_name_of_v3_does_not_explain(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        describe({**EARLY, **changes}, "tiny")
+    dense = {key: value for key, value in EARLY.items() if not key.startswith("index_")}
+    with pytest.raises(ModelConfigError, match=r"is dense; docs/distill.md"):
+        describe(dense, "tiny")
+
+
+def test_a_file_for_v32_fits_the_same_model_by_the_name_of_v3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EARLY))
+    pattern_file(Pattern("FSSFSS"), tiny_config("deepseek_v32")).save(tmp_path / "p.yaml")
+    command = [str(tmp_path / "p.yaml"), "--model", str(tmp_path)]
+    assert main(command) == 0 and capsys.readouterr().out.endswith("no problems\n")
+    indexers = {f"model.layers.{layer}.self_attn.indexer.wk.weight": torch.zeros(1) for layer in (0, 4)}
+    for tensors, missing in ((indexers, "3"), ({"model.norm.weight": torch.zeros(1)}, "0")):
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert main(command) == 1
+        found = capsys.readouterr().out
+        assert f"pattern has F for layer {missing}" in found and NO_INDEXER in found
 
 
 def test_overrides_may_hold_what_a_config_may(tmp_path: Path) -> None:

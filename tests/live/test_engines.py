@@ -46,12 +46,17 @@ def state(engine):
     [found] = engine.get_server_info()["internal_states"]
     return found.get("indexcache")
 
+def named(engine):
+    short = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    return engine.generate(input_ids=[[2, 3, 4]], sampling_params=short)[0]["meta_info"].get("indexcache")
+
 def update(engine, tensors, name):
     engine.begin_weight_update()
+    during = named(engine) if name == "steady" else None
     engine.update_weights_from_tensor(tensors)
     meanwhile = state(engine)["proven"]
     success, message = engine.end_weight_update()
-    say(name=name, meanwhile=meanwhile, success=success, message=message, state=state(engine))
+    say(name=name, during=during, meanwhile=meanwhile, success=success, message=message, state=state(engine))
 
 def say(**what):
     print("SAY " + json.dumps(what), flush=True)
@@ -60,7 +65,8 @@ def ask(engine, name):
     os.environ.pop(VARIABLE, None)
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     answer = engine.generate(input_ids=[list(range(2, 82))], sampling_params=sampling, rid=[name])
-    say(name=name, state=state(engine), ids=answer[0]["output_ids"])
+    meta = answer[0]["meta_info"].get("indexcache")
+    say(name=name, state=state(engine), ids=answer[0]["output_ids"], meta=meta)
 
 if __name__ == "__main__":
     model, moe, first, second, text = sys.argv[1:]
@@ -74,6 +80,8 @@ if __name__ == "__main__":
     update(one, [(name, tensor * float("nan")) for name, tensor in weights if ".layers.3." in name], "broken")
     update(one, weights, "healed")
     ask(one, "updated")
+    update(one, weights, "steady")
+    ask(one, "steady-again")
 
     two.tokenizer_manager._subprocess_watchdog.stop()
     one.shutdown()  # ends the processes of all engines of this one
@@ -142,7 +150,8 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     for name, pattern in {"first": FIRST, "plain": None, "second": SECOND, "first-again": FIRST}.items():
         expected = range(6) if pattern is None else pattern.full_layers
         assert ran[name] == set(expected), name
-        state = said[name]["state"]
+        state, meta = said[name]["state"], said[name]["meta"]
+        assert meta == (None if pattern is None else [pattern.fingerprint]), name
         assert state is None if pattern is None else state["fingerprint"] == pattern.fingerprint and state["proven"]
     broken, healed, updated = said["broken"], said["healed"], said["updated"]
     assert not broken["meanwhile"] and not broken["success"] and not broken["state"]["proven"], broken
@@ -150,6 +159,9 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     assert not healed["meanwhile"] and healed["success"] and healed["state"]["proven"], healed
     assert healed["state"]["counted"]["to_come"] == ["extend"]
     assert updated["ids"] == said["first-again"]["ids"] and updated["state"]["counted"] == ONCE
+    steady, again = said["steady"], said["steady-again"]
+    assert steady["during"] == [] and steady["success"] and steady["state"]["proven"], steady
+    assert updated["meta"] == again["meta"] == [FIRST.fingerprint] and again["ids"] == updated["ids"]
 
 
 @pytest.mark.slow

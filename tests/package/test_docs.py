@@ -62,6 +62,7 @@ OF_OTHERS = {
         " enable-hierarchical-cache enable-lora enable-pd-role-switch"
         " enable-piecewise-cuda-graph ep-size kv-cache-dtype lora-paths moe-a2a-backend nnodes"
         " speculative-eagle-topk tp-size dp-size"
+        " sglang-json-model-override-args"
         " log-requests log-requests-format log-requests-level log-requests-target"
     ).split()
 }

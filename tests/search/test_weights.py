@@ -66,6 +66,23 @@ def replace_in_place(path: Path, tensors: dict[str, Tensor]) -> None:
     (path.parent / "other.safetensors").unlink()
 
 
+def test_deepseek_v32_by_the_name_of_v3_is_loaded_with_its_indexers(tmp_path: Path) -> None:
+    """transformers goes by model_type, and would leave them out."""
+    config = tiny_config("deepseek_v32")
+    own = losses(load(save_model(config, tmp_path / "model")))
+    early = {**config, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(early))
+    assert losses(load(tmp_path / "model")) == own
+    assert loading.read_config(str(tmp_path / "model")).model_type == "deepseek_v32"
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    write(tmp_path / "model", {name: value for name, value in weights.items() if "2.self_attn.indexer" not in name})
+    assert "model.layers.2.self_attn.indexer." in refusal(tmp_path / "model")
+    write(tmp_path / "model", weights)
+    del early["model_type"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(early))
+    assert "config.json is refused: " in refusal(tmp_path / "model")
+
+
 @pytest.mark.parametrize("kind", ["int32", "int8", "uint8", "bool", "float8_e4m3fn", "float64", "complex64"])
 def test_a_type_that_nothing_explains(folder: Path, kind: str) -> None:
     weights = load_file(folder / "model.safetensors")

@@ -208,7 +208,7 @@ def test_s_layers_of_deepseek_have_their_sources_indexers(
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False, expected True"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, expected False"),
         ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
-        ("deepseek_v3", {"index_topk": 8}, "index_topk is 8, so it has indexers"),
+        ("glm4_moe_lite", {"index_topk": 8}, "index_topk is 8, so it has indexers"),
         ("deepseek_v3", {"sliding_window": 8}, "sliding_window is 8, which may change attention"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
         ("deepseek_v3", {"attention_dropout": 0.5}, "attention_dropout is 0.5, expected 0"),

@@ -20,6 +20,7 @@ from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint import checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.refused import renamed
 from sglang_indexcache.io.atomic import read_json_object
 from sglang_indexcache.io.errors import FileError, IndexCacheError, ModelConfigError, one_line
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
@@ -159,8 +160,11 @@ def read_config(model: str) -> PreTrainedConfig:
     Raises:
         SearchError: if transformers refuses it.
     """
+    given = checkpoint.read_config(model)[0]
+    own = renamed(given).get("model_type")
+    kind = {} if own == given.get("model_type") else {"model_type": own}
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(model), trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(model), **kind, trust_remote_code=False)
     except Exception as error:  # errors of transformers, of the hub's client, and of odd values
         raise SearchError(f"{model}: config.json is refused: {_one_line(error)}") from None
     return config

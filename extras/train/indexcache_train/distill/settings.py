@@ -10,6 +10,7 @@ from typing import Any, Literal
 from indexcache_search.errors import SearchError
 from indexcache_train.training.settings import Intervals
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.refused import renamed
 
 Stage = Literal["warmup", "sparse"]
 Loss = Literal["multi", "own"]
@@ -29,7 +30,7 @@ WSD_DECAY = 0.2  # of a stage's steps
 
 def dense_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the first of `DENSE_MLA` among the architectures of a config.json."""
-    given = config.get("architectures")
+    given = renamed(config).get("architectures")
     return next((item for item in map(str, given if isinstance(given, list) else ()) if item in DENSE_MLA), None)
 
 
