@@ -329,7 +329,9 @@ def test_what_is_proven(arguments: dict[str, Any], placed_over: int, line: str |
     given = {"enable_prefill_cp": True, "cp_strategy": "interleave", **arguments} if arguments else {}
     runner = SimpleNamespace(model=model, server_args=SimpleNamespace(**given))
     family = SimpleNamespace(sglang=Adapter(DSA.sglang.serving))
-    plan: Any = SimpleNamespace(pattern=pattern, family=family, asked=SimpleNamespace(shard=False, unions=False))
+    plan: Any = SimpleNamespace(
+        pattern=pattern, family=family, asked=SimpleNamespace(shard=False, unions=False), weights_sha256=""
+    )
     report = proof.look_at(plan, runner)
     assert report.problem == (None if line is None else f"blocks would be selected {line}")
     if line is None:
