@@ -1,20 +1,20 @@
-"""python -m sglang_indexcache.launch_server: SGLang's server with a pattern, or no server.
+"""python -m sglang_indexcache.launch_server: SGLang with a pattern, or no server.
 
-All flags of `sglang.launch_server`, and seven of ours:
+All flags of `sglang.launch_server`, and seven of ours (docs/serving.md):
 
-    --indexcache-pattern PATTERN            what to serve: a pattern file (deploy/glm5/pattern.yaml), a retention of one
-                                            (deploy/glm5/pattern.yaml@1/4), letters (FSSSFSSS...), or a file on the hub
-                                            (org/name/pattern.yaml@1/4, org/name@REVISION/pattern.yaml@1/4)
-    --indexcache-allow-config-mismatch      accept a file made for another config.json
-    --indexcache-shard-indexers             with a pattern or alone: each tensor-parallel rank selects for its part of
-                                            the rows of prompts, and the ranks exchange what they selected
-    --indexcache-union-attention            with a pattern or alone, on Hopper with up to 32 heads a rank: neighbouring
-                                            queries of prompts attend over the union of what they selected
-    --indexcache-no-grouping                attend from each prompt query alone where layers select for blocks of them,
-                                            as SGLang does; together is faster, with fewer than 64 heads a rank
-    --indexcache-allow-unread-source        replace methods of an SGLang whose source none of us has read
-    --indexcache-calibrate                  instead of a pattern: a server on which indexcache-search switches patterns
-                                            (SGLANG_INDEXCACHE_ADMIN_API_KEY: its --admin-api-key and --api-key, unseen)
+  --indexcache-pattern PATTERN        FILE, FILE@1/4, letters, or a file on the
+                                      hub: org/name/FILE, org/name@REVISION/FILE
+  --indexcache-allow-config-mismatch  accept a file made for another config.json
+  --indexcache-shard-indexers         with a pattern or alone: ranks share out
+                                      the rows of prompts that they select for
+  --indexcache-union-attention        with a pattern or alone, on Hopper:
+                                      prompts attend over unions of selections
+  --indexcache-no-grouping            attend from each query of a block alone
+  --indexcache-allow-unread-source    replace methods that none of us has read
+  --indexcache-calibrate              instead of a pattern: a server on which
+                                      indexcache-search switches patterns
+                                      (SGLANG_INDEXCACHE_ADMIN_API_KEY: its
+                                      --admin-api-key and --api-key, unseen)
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class EnginePlan(ABC):
         source: origin of the pattern, for people.
         asked: what the launch asks for.
         pattern: the pattern that the engine must run; known at the latest after `family_at`.
+        weights_sha256: digest of the model's files, where a search asks for it; known then, too.
         selects_after: tokens up to which a prompt attends to everything; known then, too.
         index_topk: tokens (entries) that its indexers must select; known then, too.
         proven: proof of the engine in this process.
@@ -154,6 +155,7 @@ class EnginePlan(ABC):
     source: str
     pattern: Pattern
     selects_after = index_topk = 0
+    weights_sha256 = ""
     asked = Asked()
 
     def __init__(self, sglang: SglangSource) -> None:

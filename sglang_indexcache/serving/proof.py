@@ -219,6 +219,7 @@ def look_at(plan: EnginePlan, runner: Any, new: bool = False) -> RankReport:
         shard=plan.asked.shard,
         contexts=contexts,
         unions=plan.asked.unions,
+        files=plan.weights_sha256,
     )
 
 

@@ -24,7 +24,7 @@ class RankReport:
 
     `indexers` are those of this rank's layers that select in blocks, `shared_rows` over how many ranks its layers share
     out the rows of prompts; `shard` and `unions` say what the rank was told, see `Asked`. `contexts` says over how many
-    ranks SGLang shares them out, for layers in blocks.
+    ranks SGLang shares them out, for layers in blocks; `files` is the digest of a searched model's.
     """
 
     fingerprint: str
@@ -36,6 +36,7 @@ class RankReport:
     shard: bool = False
     contexts: Mapping[int, int] = field(default_factory=dict)
     unions: bool = False
+    files: str = ""
 
 
 def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "layer") -> str | None:
@@ -53,6 +54,8 @@ def disagreement(pattern: Pattern, reports: list[RankReport], place: str = "laye
             return f"rank {rank} and rank 0 don't both share out indexers; expected {SHARD_VARIABLE} on every node"
         if report.unions != reports[0].unions:
             return f"rank {rank} and rank 0 don't both attend over unions; expected {UNION_VARIABLE} on every node"
+        if report.files != reports[0].files:
+            return f"rank {rank} and rank 0 don't calibrate the same files of a model; expected the same on every node"
     missing = set(range(len(pattern))) - {layer for report in reports for layer in report.layers}
     if missing:
         return f"{place} {min(missing)} is on no rank, so its role can't be proven"

@@ -330,7 +330,7 @@ def test_what_is_proven(arguments: dict[str, Any], placed_over: int, line: str |
     runner = SimpleNamespace(model=model, server_args=SimpleNamespace(**given))
     family = SimpleNamespace(sglang=Adapter(DSA.sglang.serving))
     asked = SimpleNamespace(shard=False, unions=False)
-    plan: Any = SimpleNamespace(pattern=pattern, family=family, asked=asked, index_topk=TOPK)
+    plan: Any = SimpleNamespace(pattern=pattern, family=family, asked=asked, index_topk=TOPK, weights_sha256="")
     report = proof.look_at(plan, runner)
     assert report.problem == (None if line is None else f"blocks would be selected {line}")
     if line is None:

@@ -7,6 +7,7 @@ servers that answer, refuse, break, redirect, and say back what they were sent.
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -239,6 +240,21 @@ def test_the_key_of_an_own_server_is_in_no_file_and_no_command_line(
     assert said[:3] == ["argv False", "other None", "server_args={\"admin_api_key\": '***'}"]
     assert said[-1] == str(len(keys[0])) and log.stat().st_mode & 0o777 == 0o600
     assert keys[0] not in log.read_text()
+
+
+def test_the_line_for_other_nodes_has_all_flags_and_no_key(child: None, tmp_path: Path) -> None:
+    said: list[str] = []
+    flags = ["--tp", "16", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:5000", "--json-model", '{"a": "b c"}']
+    with (
+        pytest.raises(SearchError, match="exit code 3"),
+        own_server.own_server("owner/model@v2", flags, tmp_path / "log", warn=said.append),
+    ):
+        pass
+    [line] = said
+    assert line.startswith("the server waits for 1 of 2 nodes; start on each, with its own --node-rank: python -m ")
+    words = shlex.split(line.partition("node-rank: ")[2])
+    launch = ["sglang_indexcache.launch_server", "--indexcache-calibrate", "--model-path", "owner/model"]
+    assert words == ["python", "-m", *launch, "--revision", "v2", *flags, "--node-rank", "1"]
 
 
 @pytest.mark.parametrize("flag", ["--admin-api-key", "--admin", "--api-k", "--api-key=x", "--ssl-keyfile-password"])

@@ -186,6 +186,14 @@ def test_ranks_must_agree_and_hold_all_layers() -> None:
     )
 
 
+def test_ranks_of_a_search_have_the_same_files_of_the_model() -> None:
+    """Each node reads its own; one that serves all F, with the same fingerprint, has none."""
+    one, two, none = (RankReport(fingerprint="", layers=tuple(range(6)), files=files) for files in ("a", "b", ""))
+    assert disagreement(PATTERN, [one, one]) is None
+    line = "rank 1 and rank 0 don't calibrate the same files of a model; expected the same on every node"
+    assert disagreement(PATTERN, [one, two]) == disagreement(PATTERN, [one, none]) == line
+
+
 @pytest.mark.parametrize("text", ["", "0", "-1", "soon"])
 def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _meet_seconds() == 300
@@ -195,7 +203,9 @@ def test_how_long_ranks_wait_for_each_other_is_a_number(text: str, monkeypatch: 
 
 
 def asking() -> SimpleNamespace:
-    return SimpleNamespace(pattern=PATTERN, family=DSA, proven=ProofHolder(), asked=Asked(), index_topk=TOPK)
+    return SimpleNamespace(
+        pattern=PATTERN, family=DSA, proven=ProofHolder(), asked=Asked(), index_topk=TOPK, weights_sha256=""
+    )
 
 
 def test_a_mismatch_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,7 +339,9 @@ def test_parameters_that_were_not_loaded_are_found_in_f_layers(name: str) -> Non
 def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "all_ranks", lambda told: [told])
     monkeypatch.setattr(DeepseekV4Sglang, "switch", lambda *_: {}["gone"])
-    asked = SimpleNamespace(pattern=Pattern("FSSF"), family=DEEPSEEK_V4, proven=ProofHolder(), asked=Asked())
+    asked = SimpleNamespace(
+        pattern=Pattern("FSSF"), family=DEEPSEEK_V4, proven=ProofHolder(), asked=Asked(), weights_sha256=""
+    )
     with pytest.raises(ProofError, match="KeyError: 'gone'"):
         proof.prove(asked, loaded_model())
 

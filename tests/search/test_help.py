@@ -14,8 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from indexcache_search.cli.help import ALL
-from sglang_indexcache import check
+from sglang_indexcache import check, launch_server
 from sglang_indexcache.command_line import shown_command
+from sglang_indexcache.sglang.asked import _SWITCHES, PATTERN_FLAG
 
 MODULES = {
     "indexcache-search": "indexcache_search.cli.search",
@@ -73,6 +74,12 @@ def test_so_is_that_of_the_check(
         check.main(["--help"])
     for line in capsys.readouterr().out.splitlines():
         assert len(line) <= width or re.match(r" *\[?--?\S+ ('.*'|\".*\"|\S+)$", line) or len(line.split()) == 1, line
+
+
+def test_that_of_the_launcher_has_all_of_our_flags_in_80_columns() -> None:
+    said = str(launch_server.__doc__)
+    flags_of_ours = {PATTERN_FLAG, *(flag for flag, _ in _SWITCHES.values())}
+    assert flags(said) == flags_of_ours and max(map(len, said.splitlines())) <= 80
 
 
 def examples(text: str) -> list[list[str]]:

@@ -316,6 +316,33 @@ def test_keys_of_an_own_server_are_its_own(flags: tuple[str, ...], tmp_path: Pat
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nnodes", "2", "--node-rank", "1"), "--node-rank 1 is given; expected a search on node 0, which says what"),
+        (("--node-ra", "3"), "--node-rank 3 is given"),
+        (("--nnodes=2",), "--nnodes 2 needs --dist-init-addr HOST:PORT, an address of this node"),
+    ],
+)
+def test_a_search_begins_on_the_first_of_several_nodes(flags: tuple[str, ...], message: str) -> None:
+    """On another one, or where the others can't find it, it would wait for an hour."""
+    with pytest.raises(SearchError, match=f"^{message}"):
+        own_server.check_arguments(("--tp", "16", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes"),
+    [
+        (("--tp", "8"), 1),
+        (("--nnodes", "1", "--node-rank", "0"), 1),
+        (("--nnodes", "2", "--dist-init-addr", "10.0.0.1:5000"), 2),
+        (("--nnodes=4", "--node-rank=0", "--dist-init=10.0.0.1:5000"), 4),
+    ],
+)
+def test_of_how_many_nodes_a_server_is(flags: tuple[str, ...], nodes: int) -> None:
+    assert own_server.check_arguments(flags) == nodes
+
+
 def test_the_port_of_a_new_server_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = own_server.free_port()
     with socket.socket() as other:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,17 +25,19 @@ from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.process import die_with_parent
+from sglang_indexcache.sglang.launch_line import LaunchLine
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)
 _OURS = "indexcache: "
 _KEYS = ("--api-key", "--admin-api-key")
 _LINE_BYTES = 1 << 20
+_Hears = Callable[[str], None]
 
 
 @contextmanager
 def own_server(
-    model: str, arguments: Sequence[str], log: Path, notice: Callable[[str], None] = lambda _: None
+    model: str, arguments: Sequence[str], log: Path, notice: _Hears = lambda _: None, warn: _Hears = lambda _: None
 ) -> Iterator[CalibrationServer]:
     """Start SGLang in calibration mode on a free local port; stop it at the end of the `with` block.
 
@@ -45,18 +48,19 @@ def own_server(
         arguments: more flags of `sglang.launch_server`, such as `--tp 8`.
         log: file for its output, without secrets.
         notice: called with a line when the server begins to load, which may take minutes.
+        warn: called with the line that starts the other ones of several nodes; the search's is the first.
 
     Raises:
-        SearchError: if SGLang is not installed, a key or a certificate is given, or the server ends before it answers.
+        SearchError: if SGLang is not installed, a flag is refused, or the server ends before it answers.
     """
-    check_arguments(arguments)
+    nodes = check_arguments(arguments)
     if find_spec("sglang") is None:
         raise SearchError("SGLang is not installed here; expected it, or --endpoint with servers that run elsewhere")
     port = free_port()
-    command = [sys.executable, "-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
     named = ModelName.parse(model)
-    command += ["--model-path", named.repository, *(("--revision", named.revision) if named.revision else ())]
-    command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+    started = ["-m", "sglang_indexcache.launch_server", "--indexcache-calibrate"]
+    started += ["--model-path", named.repository, *(("--revision", named.revision) if named.revision else ())]
+    command = [sys.executable, *started, "--host", "127.0.0.1", "--port", str(port), *arguments]
     key = secrets.token_urlsafe(32)
     keep_secret(key)  # SGLang logs its arguments, and may echo requests
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +68,9 @@ def own_server(
         log.chmod(0o600)
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # other servers'
     notice(f"a server loads {redacted(model)}; its log is {log}")
+    if nodes > 1:
+        line = redacted(shlex.join(["python", *started, *arguments, "--node-rank", "1"]))
+        warn(f"the server waits for {nodes - 1} of {nodes} nodes; start on each, with its own --node-rank: {line}")
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -90,8 +97,8 @@ def own_server(
         logging.join(5)
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse flags that the search's own server can't have, including abbreviations that SGLang accepts.
+def check_arguments(arguments: Sequence[str]) -> int:
+    """Return the number of nodes; refuse flags that such a server can't have, abbreviations that SGLang accepts, too.
 
     Raises:
         SearchError: naming the flag, not its value.
@@ -106,6 +113,14 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise SearchError(
                 "--revision is given, which the search would not read; expected --model owner/name@REVISION"
             )
+    line = LaunchLine.parse(arguments)
+    if line.node_rank:
+        raise SearchError(
+            f"--node-rank {line.node_rank} is given; expected a search on node 0, which says what others run"
+        )
+    if (line.nnodes or 1) > 1 and not line.dist_init_addr:
+        raise SearchError(f"--nnodes {line.nnodes} needs --dist-init-addr HOST:PORT, an address of this node")
+    return line.nnodes or 1
 
 
 def write_log(output: IO[bytes], log: Path) -> None:

@@ -110,7 +110,8 @@ def _sglang(model: str, run: RunSettings, around: Surroundings) -> Iterator[Engi
     with ExitStack() as stack:
         servers = [CalibrationServer(url) for url in run.endpoints]
         if not servers:
-            servers = [stack.enter_context(own_server(model, run.server_flags, around.log(), around.announce))]
+            own = own_server(model, run.server_flags, around.log(), around.announce, around.warn)
+            servers.append(stack.enter_context(own))
         engine = SglangEngine(servers, describe_model(model), run.batch_size, notice=around.warn)
         yield stack.enter_context(closing(engine))
 
