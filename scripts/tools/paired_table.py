@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.evaluation.journal import recorded
+from scripts.tools.recorded import recorded
 from sglang_indexcache import Pattern
 
 Losses = dict[tuple[str, Pattern], NDArray[np.float64]]

@@ -7,12 +7,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from indexcache_search.errors import NonFiniteLossError
 from indexcache_search.results.words import serving_flags
@@ -23,9 +21,18 @@ PACE = 120.0  # seconds over which the pace is taken: what a journal has is done
 WIDE = 200  # columns where stdout is not a terminal
 
 
+class Messages(Console):
+    """A console whose reader may go away."""
+
+    def on_broken_pipe(self) -> None:
+        """Go on without messages."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def messages(quiet: bool = False) -> Console:
     """Return the console for messages to people; it prints texts as they are, without markup."""
-    return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
+    return Messages(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def results() -> Console:
@@ -61,28 +68,15 @@ def errors_in_one_line(console: Console, command: str) -> Iterator[None]:
         raise typer.Exit(code) from None
 
 
-class Remaining(ProgressColumn):
-    """Time that the rest takes at the pace of the last two minutes; nothing where the end is not known."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Render the time left."""
-        left = task.time_remaining
-        if task.finished or task.total is None or left is None:
-            return Text("")
-        return Text(f"{timedelta(seconds=int(left))} left")
-
-
-def bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """Make a bar with counts, time, what is left of it and `columns`; nothing on something that is no terminal."""
+def bar(console: Console) -> Progress:
+    """Make a bar with counts, time and what is left of it; nothing on something that is no terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        Remaining(),
-        *columns,
+        TimeRemainingColumn(),
+        TextColumn("left"),
         console=console,
         disable=not console.is_terminal,
         speed_estimate_period=PACE,

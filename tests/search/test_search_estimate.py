@@ -52,7 +52,7 @@ def test_the_estimate_is_within_a_quarter_of_what_it_took(name: str, layers: int
     names = identity(engine, calibration, held_out, "nll")
     with Journal(tmp_path / "first", names, today()) as journal:
         begun = Begun(settings, goal, engine, calibration, held_out, journal)
-        found = forecast_of(begun, model_bytes=10**9, seconds=60.0)
+        found = forecast_of(begun, seconds=60.0)
         assert found.done >= 60.0
     with Journal(tmp_path / "first", names, today()) as journal:  # the search goes on from there
         before = journal.path.read_bytes()
@@ -77,7 +77,7 @@ def test_on_servers_no_patterns_by_similarity_are_compared(tmp_path: Path) -> No
     calibration, held_out, goal = engine.tokens(8), engine.tokens(4, seed=1), settings.goal(engine.model)
     with Journal(tmp_path, identity(engine, calibration, held_out, "nll"), today()) as journal:
         begun = Begun(settings, goal, engine, calibration, held_out, journal)
-        found = forecast_of(begun, loading=3.0, seconds=10.0)
+        found = forecast_of(begun, seconds=10.0)
     assert found.runs[1] == (1 + 2 + 2) * 4
     assert 10.0 <= found.done < 11.0 and found.prompts > 0 and found.left == found.seconds - found.done
 
@@ -89,8 +89,8 @@ def test_a_beginning_of_one_evaluation_is_enough(tmp_path: Path) -> None:
     names = identity(engine, calibration, held_out, "nll")
     with Journal(tmp_path, names, today()) as journal:
         begun = Begun(settings, goal, engine, calibration, held_out, journal)
-        found = forecast_of(begun, loading=3.0, seconds=0.0)
-    assert found.runs[0] > 8 and found.seconds > found.done > 0 and found.loading == 3.0
+        found = forecast_of(begun, seconds=0.0)
+    assert found.runs[0] > 8 and found.seconds > found.done > 0
 
 
 def test_an_estimate_as_text() -> None:

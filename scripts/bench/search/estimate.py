@@ -16,10 +16,9 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from indexcache_search import demo
-from indexcache_search.evaluation.journal import Journal, recorded
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.searching import forecast
@@ -28,6 +27,7 @@ from indexcache_search.searching.job import SearchData
 from indexcache_search.searching.settings import Settings
 from indexcache_search.searching.stand_in import Pace
 from indexcache_search.strategies import strategy_of
+from scripts.tools.recorded import recorded
 
 BEGINNINGS = (10, 20, 40, 60)  # seconds
 
@@ -89,7 +89,7 @@ def main() -> None:
             if record.get("set") == "calibration" and spent < seconds:
                 kept.append(line)
                 spent += record["seconds"]
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(forecast, "identity", lambda *given: names):
+        with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / journal.name).write_text("\n".join(kept) + "\n")
             with Journal(Path(folder), names, {}) as kept_journal:
                 begun = Begun(settings, settings.goal(model), engine, calibration, held_out, kept_journal)

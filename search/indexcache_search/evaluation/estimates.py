@@ -68,9 +68,9 @@ class Estimate:
 @lru_cache(maxsize=1024)
 def student(z: float, degrees: int) -> float:
     """Return the quantile of Student's t at the level of normal quantile `z`; infinite without degrees of freedom."""
-    from scipy.stats import norm, t  # takes a second to import
+    from scipy.special import ndtr, stdtrit  # as scipy.stats, which takes a second to import
 
-    return float(t.ppf(norm.cdf(z), degrees)) if degrees > 0 else math.inf
+    return float(stdtrit(degrees, ndtr(z))) if degrees > 0 else math.inf
 
 
 def loss(evaluation: Losses, data: TokenSet, source: int | None = None) -> Estimate:

@@ -42,6 +42,8 @@ class Journal:
         JournalError: if the folder holds another search, or is damaged.
     """
 
+    records = 0  # evaluations that were read or added
+
     def __init__(
         self,
         folder: Path,
@@ -76,7 +78,7 @@ class Journal:
         if not whole:
             self._append({"identity": identity, "facts": self.facts})
             return
-        for record in _records(whole, self.path, self._sealer, parse):
+        for record in records_of(whole, self.path, self._sealer, parse):
             if isinstance(record, _Header):
                 check_identity(self.path, "search", "--work-dir", record.identity, identity)
                 self.facts = record.facts
@@ -99,6 +101,10 @@ class Journal:
         """Return the recorded evaluation of `pattern` on the set named `part`, on all its sequences, if any."""
         return self._evaluations.get((part, pattern, repeat))
 
+    def known(self, part: str) -> list[Evaluation]:
+        """Return all recorded evaluations on the set named `part`, one a pattern."""
+        return [item for (name, _, _), item in self._evaluations.items() if name == part]
+
     def add_evaluation(self, part: str, evaluation: Evaluation, repeat: int = 0) -> None:
         """Record an evaluation; it is on disk when this returns."""
         self._append(
@@ -117,6 +123,7 @@ class Journal:
         self._add((part, evaluation.pattern, repeat), evaluation)
 
     def _add(self, key: _Key, evaluation: Evaluation) -> None:
+        self.records += 1
         earlier = self._evaluations.get(key)
         self._evaluations[key] = evaluation if earlier is None else earlier + evaluation
 
@@ -142,14 +149,14 @@ class Journal:
         append(self._file, self._sealer, record)
 
 
-def recorded(path: Path) -> list[tuple[str, Evaluation]]:
-    """Return every evaluation in a journal's file with the name of its set, for any search.
+class Draft(Journal):
+    """A copy of a journal's evaluations, which is in memory alone and goes its own way."""
 
-    Raises:
-        JournalError: if the file is damaged.
-    """
-    records = _records(complete(path.read_bytes()), path, Sealer(), Pattern.from_key)
-    return [(record[0][0], record[1]) for record in records if isinstance(record, tuple)]
+    def __init__(self, journal: Journal) -> None:
+        self._evaluations, self.records = dict(journal._evaluations), journal.records
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        """Write nothing."""
 
 
 class _Record(BaseModel):
@@ -204,7 +211,7 @@ class _Line(_Record):
         return (self.set, evaluation.pattern, self.repeat), evaluation
 
 
-def _records(
+def records_of(
     content: bytes, path: Path, sealer: Sealer, parse: Callable[[str], Plan]
 ) -> Iterator[_Header | _Matrix | _Speed | tuple[_Key, Evaluation]]:
     """Parse the records of a journal, line by line.

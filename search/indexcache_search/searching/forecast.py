@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 from rich.text import Text
 
-from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
-from indexcache_search.evaluation.identity import identity, today
-from indexcache_search.evaluation.journal import Journal, recorded
+from indexcache_search.engines.base import OVERLAP, TimesPrompts
+from indexcache_search.evaluation.journal import Draft
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
@@ -54,23 +48,25 @@ class Forecast:
         matrices: of overlap and similarity.
         prompts: of the times of prompts, which servers measure.
         done: evaluations of this and earlier runs.
+        missing: what the journal has not of all but `loading`.
         runs: runs of a sequence, in the search and in the comparison.
         model_bytes, journal_bytes: on disk, the journal at its end.
         memory_bytes: of this process and those it started, so far.
         gpu_bytes: likewise of PyTorch here, on a GPU; 0 elsewhere.
     """
 
-    loading: float
+    loading: float = 0.0
     search: float
     held_out: float
     matrices: float
     prompts: float
     done: float
+    missing: float = 0.0
     runs: tuple[int, int]
-    model_bytes: int
+    model_bytes: int = 0
     journal_bytes: int
-    memory_bytes: int
-    gpu_bytes: int
+    memory_bytes: int = 0
+    gpu_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -105,20 +101,6 @@ class _Enough(Exception):  # noqa: N818 (no error)
     """The minute is over."""
 
 
-class _Timed:
-    """An engine that stops after some seconds of evaluations, the last of which is recorded."""
-
-    def __init__(self, engine: Engine, seconds: float) -> None:
-        self._engine, self._left = engine, seconds
-
-    def evaluate(self, *args: Any, **settings: Any) -> Iterator[Evaluation]:
-        for evaluation in self._engine.evaluate(*args, **settings):
-            yield evaluation
-            self._left -= evaluation.seconds
-            if self._left <= 0:
-                raise _Enough
-
-
 def forecast(job: SearchJob, seconds: float = MINUTE) -> Forecast:
     """Run the first minute of a search, which its journal keeps, and estimate what all of it takes.
 
@@ -128,79 +110,71 @@ def forecast(job: SearchJob, seconds: float = MINUTE) -> Forecast:
     with begun(job) as (search, _), error_context("measuring the first minute"):
         loading = time.time() - psutil.Process().create_time()
         with job.console.status(Text(f"Measuring for {seconds:.0f} seconds")):
-            return forecast_of(search, loading=loading, model_bytes=size_of(job.model), seconds=seconds)
+            return replace(forecast_of(search, seconds), loading=loading, model_bytes=size_of(job.model))
 
 
-def forecast_of(begun: Begun, *, loading: float = 0.0, model_bytes: int = 0, seconds: float = MINUTE) -> Forecast:
-    """Run a search for some `seconds`, and estimate the whole.
-
-    Args:
-        begun: the search.
-        loading: seconds that loading took.
-        model_bytes: size of the model's files.
-        seconds: after which the search is stopped.
+def forecast_of(begun: Begun, seconds: float = MINUTE) -> Forecast:
+    """Run a search until its evaluations took some `seconds`, and estimate the whole, without loading and the model.
 
     Raises:
         IndexCacheError: as the search.
     """
-    engine, calibration, journal = begun.engine, begun.calibration, begun.journal
-    native, lanes = engine.model.native, engine.lanes
+    import torch
+
+    engine, calibration, journal, native = begun.engine, begun.calibration, begun.journal, begun.engine.model.native
+    left, records = seconds * engine.lanes, journal.records
+
+    def heard(item: Evaluation) -> None:
+        nonlocal left, records
+        left, records = left - item.seconds * (journal.records > records), journal.records  # only those of this run
+        if left <= 0:
+            raise _Enough
+
     with contextlib.suppress(_Enough):
-        begun.search(begun.chooses(engine=_Timed(engine, seconds * lanes))).find()
-    written = recorded(journal.path)
-    done = math.fsum(item.seconds for _, item in written)
-    known = [item for part, item in written if part == "calibration"]
+        begun.search(begun.chooses(heard)).find()
+    known = journal.known("calibration")
     fewest = native.keeping(native.full_layers[:1])
     sharing = list(engine.evaluate([fewest], calibration, begun.settings.objective, known[0].rows[:_SHARING]))
-    pace = Pace.fitted([*known, *sharing], calibration.seq_len)
+    found = reckoned(begun, Pace.fitted([*known, *sharing], calibration.seq_len))
+    own, memory = psutil.Process(), 0
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory += process.memory_info().rss
+    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return replace(found, memory_bytes=memory, gpu_bytes=gpu)
+
+
+def reckoned(begun: Begun, pace: Pace, seed: int = 0, until: float = math.inf) -> Forecast:
+    """Run a search to its end on a stand-in, see there, and return what it takes, without loading and memory."""
+    engine, calibration, journal, draft = begun.engine, begun.calibration, begun.journal, Draft(begun.journal)
+    native, lanes, known = engine.model.native, engine.lanes, journal.known("calibration")
+    model, again = StandIn(begun, known, pace, seed, until), replace(begun, journal=draft)
+    chooses, judges = again.chooses(engine=model), again.judges(engine=model)
+
+    def matrix(name: str) -> NDArray[np.float64]:
+        """Return a matrix; patterns chosen by one that was not measured cost what others cost."""
+        shape = (1 if name == "shift" else len(native), len(native))
+        measured = begun.matrices.known(name)
+        return np.random.default_rng(seed).random(shape) if measured is None else measured
+
+    found = Search(engine, chooses, begun.settings.strategy, begun.goal, matrix).find()
+    rules = [rule.name for rule in measured_strategies(native.dense) if rule.name in engine.measures]
+    list(evaluated(comparison_lines(found, native, {name: matrix(name) for name in rules}), judges))
+    search, compared = chooses.cost, judges.cost
     a_sequence = pace.full * len(native.full_layers) + pace.shared * len(native.shared_layers) + pace.rest
-    rules = [rule for rule in measured_strategies(native.dense) if rule.name in engine.measures]
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(journal.path, folder)
-        names = identity(engine, calibration, begun.held_out, begun.settings.objective)
-        with Journal(Path(folder), names, today()) as copy:
-            model, again = StandIn(begun, known, pace), replace(begun, journal=copy)
-            chooses, judges = again.chooses(engine=model), again.judges(engine=model)
-            matrix = partial(_matrix, layers=len(native))
-            found = Search(engine, chooses, begun.settings.strategy, begun.goal, matrix).find()
-            lines = comparison_lines(found, native, {rule.name: matrix(rule.name) for rule in rules})
-            list(evaluated(lines, judges))
-            search, compared = chooses.cost, judges.cost
-            records = len(recorded(copy.path))
     sample = min(MATRIX_SEQUENCES, calibration.num_sequences) * (_PASSES if engine.measures - {OVERLAP} else 1)
-    memory, gpu = _memory()
+    unmeasured = OVERLAP in engine.measures and begun.matrices.known(OVERLAP) is None
+    prompts = _TURNS * (1 + len(found.patterns)) * a_sequence if isinstance(engine, TimesPrompts) else 0.0
     return Forecast(
-        loading=loading,
         search=search.seconds / lanes,
         held_out=compared.seconds / lanes,
         matrices=sample * a_sequence,
-        prompts=_TURNS * (1 + len(found.patterns)) * a_sequence if isinstance(engine, TimesPrompts) else 0.0,
-        done=done / lanes,
+        prompts=prompts,
+        done=math.fsum(item.seconds for item in (*known, *journal.known("held-out"))) / lanes,
+        missing=model.seconds / lanes + prompts + (sample * a_sequence if unmeasured else 0.0),
         runs=(search.sequences, compared.sequences),
-        model_bytes=model_bytes,
-        journal_bytes=math.ceil(journal.path.stat().st_size * records / len(written)),
-        memory_bytes=memory,
-        gpu_bytes=gpu,
+        journal_bytes=math.ceil(journal.path.stat().st_size * draft.records / journal.records),
     )
-
-
-def _matrix(name: str, layers: int) -> NDArray[np.float64]:
-    """Return a matrix that was not measured: patterns chosen by it cost what others cost."""
-    return np.random.default_rng(0).random((1 if name == "shift" else layers, layers))
-
-
-def _memory() -> tuple[int, int]:
-    """Return the bytes of this process and its children, and those of PyTorch on a GPU at most."""
-    import torch
-
-    own = psutil.Process()
-    total = 0
-    for process in (own, *own.children(recursive=True)):
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def size_of(model: str) -> int:

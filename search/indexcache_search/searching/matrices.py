@@ -28,14 +28,16 @@ class Matrices:
 
     def measured(self, name: str) -> NDArray[np.float64] | None:
         """Return a matrix by its name, see `Engine.matrix`; `None` where the engine can't measure it."""
+        if self.known(name) is None and (measured := self._engine.matrix(name, self._sample, ROWS)) is not None:
+            self._journal.add_matrix(self._key(name), measured.tolist())
+        return self.known(name)
+
+    def known(self, name: str) -> NDArray[np.float64] | None:
+        """Return a matrix that was measured; `None` if it was not yet."""
+        recorded = self._journal.matrix(self._key(name))
+        return None if recorded is None else np.asarray(recorded)
+
+    def _key(self, name: str) -> str:
         selection = self._engine.model.native.selection
         kept = name if name == SIMILARITY else f"{name}-{ROWS}"
-        kept = kept if selection is None else f"{kept} {selection}"
-        recorded = self._journal.matrix(kept)
-        if recorded is None:
-            measured = self._engine.matrix(name, self._sample, ROWS)
-            if measured is None:
-                return None
-            recorded = measured.tolist()
-            self._journal.add_matrix(kept, recorded)
-        return np.asarray(recorded)
+        return kept if selection is None else f"{kept} {selection}"

@@ -1,116 +1,112 @@
-"""Progress of a search on a terminal."""
+"""Progress of a search: live on a terminal, elsewhere as lines now and then."""
 
 from __future__ import annotations
 
-from fractions import Fraction
-from types import TracebackType
+import threading
 from typing import Self
 
-from rich.console import Console
-from rich.progress import TaskID, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
-from indexcache_search.console import announce, bar, warn
-from indexcache_search.data.tokens import TokenSet
+from indexcache_search.engines.base import TimesPrompts
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.results.tables import with_error
 from indexcache_search.results.variant import NAMED, VariantLosses
+from indexcache_search.searching.begin import Begun
+from indexcache_search.searching.time_left import TimeLeft
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
 
+EVERY = 20.0  # seconds between lines where no terminal shows them
+
 
 class SearchProgress:
-    """A bar with ETA and the best loss of the current step; a line for every committed flip.
+    """The phase, the share done, the time left and the best pattern; a line for every committed flip.
 
-    On something that is no terminal (a log file) only the lines are written.
+    A terminal shows the first live. Something else (a log file) gets them as a line without control characters, when a
+    phase begins and every `EVERY` seconds. On a quiet console nothing is reckoned.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = bar(console, TextColumn("{task.fields[best]}", markup=False))
-        self._task: TaskID | None = None
-        self._data: TokenSet | None = None
-        self._baseline: Evaluation | None = None
-        self._best: float | None = None
-        self._done = 0
-        self._first_step = 0  # sequences done when the first step was committed
-        self._estimated = False  # the bar's end is a guess from the steps so far
+    def __init__(self, console: Console, begun: Begun) -> None:
+        self.console, self._begun, self._chooses = console, begun, begun.chooses()
+        self._time, self._over = TimeLeft(begun), threading.Event()
+        self._name, self._phase, self._phases = "", 0, 4 + isinstance(begun.engine, TimesPrompts)
+        self._best: tuple[int, float, Pattern] | None = None
+        self._live = Live(console=console, get_renderable=self._screen, transient=True)
+        # FORCE_COLOR makes a terminal of a log, which wants colours, but no moves of a cursor
+        self._is_live = console.is_interactive and console.file.isatty()
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._is_live:
+            self._live.start()
+        elif not self.console.quiet:
+            threading.Thread(target=self._say_now_and_then, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._live.stop()
 
-    def begin(self, name: str, total: int | None, data: TokenSet) -> None:
-        """Start a new bar for runs of `total` sequences of `data`; `None` where that can't be known before."""
-        self.wait(name, total)
-        self._data, self._baseline, self._best, self._done = data, None, None, 0
-        self._first_step, self._estimated = 0, total is None
+    def _say_now_and_then(self) -> None:
+        while not self._over.wait(EVERY):
+            self.notice("; ".join(self._lines()))
 
-    def wait(self, name: str, total: int | None = None) -> None:
-        """Start a bar without evaluations."""
-        if self._task is not None:
-            self._progress.update(self._task, visible=False)
-        announce(self._console, name + (f": {total} runs of a sequence" if total else ""))
-        self._task = self._progress.add_task(name, total=total, best="")
+    def _screen(self) -> Group:
+        bar = ProgressBar(completed=50 * sum(self._time.share or (0.0, 0.0)))
+        return Group(Text("\n".join(self._lines()), overflow="fold"), bar)  # which ends without a new line
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self._name} ({self._phase} of {self._phases}): {self._time}"]
+        if self._best is not None:
+            kept, increase, pattern = self._best
+            full = f"{kept} of {len(pattern)} {pattern.full_role}"
+            lines.append(f"best with {full}: {pattern}, {self._chooses.objective} {increase:+.4f} nats a token")
+        return lines
+
+    def begin(self, name: str) -> None:
+        """Start the next phase."""
+        self._name, self._phase = name, self._phase + 1
+        self._time.pause()
+        if not self._is_live:
+            self.notice("; ".join(self._lines()))
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Advance the bar."""
-        assert self._task is not None and self._data is not None
-        if self._baseline is None:
-            self._baseline = evaluation
-        self._done += len(evaluation.rows)
-        if len(evaluation.rows) == self._data.num_sequences:
-            baseline = self._baseline.on(evaluation.rows)
-            value = estimates.increase(evaluation, baseline, self._data).mean
-            self._best = value if self._best is None else min(self._best, value)
-        best = "" if self._best is None else f"best {self._best:+.4f}"
-        for task in self._progress.tasks:
-            if task.id == self._task and self._estimated and self._done > (task.total or 0):
-                task.total = None  # more than the steps is done, and its end is not known
-        self._progress.update(self._task, completed=self._done, best=best)
+        """Hear of an evaluation in any phase, the first of which is the baseline's and the second the search's."""
+        if self.console.quiet:
+            return
+        self._time.evaluated(evaluation)
+        pattern, goal, data = evaluation.pattern.pattern, self._begun.goal, self._begun.calibration
+        if self._phase > 2 or pattern is None or pattern == goal.native:
+            return
+        kept = len(pattern.full_layers)
+        at = max((count, share) for share, count in goal.full_layers.items() if count <= max(kept, goal.fewest))[1]
+        if self._phase == 1:
+            self.begin(f"search at {at}")
+        self._name, whole = f"search at {at}", self._chooses.recorded(pattern)
+        if len(whole.rows) == data.num_sequences:
+            baseline = self._chooses.recorded(goal.native).on(whole.rows)
+            found = (kept, estimates.increase(whole, baseline, data).mean, pattern)
+            self._best = found if self._best is None else min(found, self._best, key=lambda item: item[:2])
 
     def compared(self, row: VariantLosses, baseline: VariantLosses) -> None:
         """Print a line of the held-out comparison if its pattern was requested."""
-        assert self._data is not None
         if row.line.kind == NAMED:
-            rise = estimates.increase(row.evaluation, baseline.evaluation, self._data)
+            rise = estimates.increase(row.evaluation, baseline.evaluation, self._begun.held_out)
             shown = with_error(rise, "+.4f")
             self.notice(f"held out: {row.line.name} {row.line.retention} {shown}  {row.line.pattern}")
 
-    def committed(self, step: Step, number: int, steps: int) -> None:
-        """Say which layer changed; `number` of about `steps` steps."""
-        assert self._task is not None and self._data is not None and self._baseline is not None
-        if number == 1:
-            self._first_step = self._done
-        elif self._estimated:
-            later = (self._done - self._first_step) / (number - 1)  # the first step looks at every layer
-            self._progress.update(self._task, total=self._done + max(steps - number, 0) * later)
-        change = step.loss - estimates.loss(self._baseline, self._data).mean
-        kept, role = len(step.pattern.full_layers), step.pattern[step.layer]
-        self._progress.console.print(
-            f"step {number:>3}: layer {step.layer:>3} -> {role}, {kept} of {len(step.pattern)}"
-            f" {step.pattern.full_role}, loss {step.loss:.4f} ({change:+.4f})",
-            soft_wrap=True,
+    def committed(self, step: Step) -> None:
+        """Say which layer changed."""
+        native, pattern, kept = self._begun.goal.native, step.pattern, len(step.pattern.full_layers)
+        change = step.loss - estimates.loss(self._chooses.recorded(native), self._begun.calibration).mean
+        self.notice(
+            f"step {len(native.full_layers) - kept:>3}: layer {step.layer:>3} -> {pattern[step.layer]},"
+            f" {kept} of {len(pattern)} {pattern.full_role}, loss {step.loss:.4f} ({change:+.4f})"
         )
-        self._best = None
-
-    def found(self, retention: Fraction, pattern: Pattern, done: float) -> None:
-        """Say which pattern was found at once; `done` is about the share of the work that is behind."""
-        if self._estimated:
-            assert self._task is not None
-            self._progress.update(self._task, total=self._done / done)
-        self._progress.console.print(f"{retention!s:>4}: {pattern}", soft_wrap=True)
-        self._best = None
 
     def notice(self, line: str) -> None:
         """Say something else."""
-        self._progress.console.print(line, soft_wrap=True)
-
-    def warn(self, line: str) -> None:
-        """Say something that a person should look at."""
-        warn(self._progress.console, line)
+        self.console.print(line, soft_wrap=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
 from indexcache_search.results.schema import SearchResult, SpeedRow
-from indexcache_search.results.variant import BASELINE, Variant, VariantLosses
+from indexcache_search.results.variant import BASELINE, VariantLosses
 from indexcache_search.searching import metrics, model_card
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
@@ -42,7 +43,7 @@ def run(job: SearchJob) -> SearchResult:
         budget = search.goal.budget
         if isinstance(budget, TimeGoal) and (unlike := budget.prices.unlike):
             warn(job.console, f"--prefill: reckoned as {budget.prices.table}, which this model is not: {unlike}")
-        with SearchProgress(job.console) as progress:
+        with SearchProgress(job.console, search) as progress:
             result = _Run(search, out, progress, job.data.seed).result()
         result = result.model_copy(update={"command": job.command})
         out.replace(texts(result, job.model), job.console)
@@ -75,21 +76,27 @@ class _Run:
     def result(self) -> SearchResult:
         """Run all phases."""
         begun, engine, goal = self._begun, self._begun.engine, self._begun.goal
-        with self._timed("search"):
+        with self._timed("search", "baseline"):
             found = self._choose(self._search)
         with self._timed("overlap and similarity"):
-            self._progress.wait("what layers have in common")
             names = (OVERLAP, *(rule.name for rule in measured_strategies(engine.model.dense)))
             measured = {name: begun.matrices.measured(name) for name in names}
             lines = comparison_lines(found, goal.native, measured)
         for look_alike in found.look_alikes:
-            self._progress.warn(str(look_alike))
+            warn(self._progress.console, str(look_alike))
+        rows: list[VariantLosses] = []
         with self._timed("held-out comparison"):
-            rows = self._compare(lines)
-        speed = self._speed([line for line in lines if line.kind == BASELINE or line.name == found.strategy.name])
+            for row in evaluated(lines, self._judges):
+                rows.append(row)
+                self._progress.compared(row, rows[0])
+        speed: list[SpeedRow] = []
+        if isinstance(engine, TimesPrompts):
+            timed = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
+            with self._timed("times of prompts"):
+                speed = measured_times(engine, timed, begun.held_out, begun.journal)
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
-        prices = prices_of(engine, goal, self._progress.warn)
+        prices = prices_of(engine, goal, partial(warn, self._progress.console))
         return metrics.collect(
             found,
             file=self._writer.file(
@@ -103,54 +110,31 @@ class _Run:
         )
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, first: str | None = None) -> Iterator[None]:
         began = time.monotonic()
+        self._progress.begin(first or name)
         with error_context(name):
             yield
         self._seconds[name] = time.monotonic() - began
 
     def _choose(self, search: Search) -> Found:
-        goal, progress = search.goal, self._progress
+        def on_step(step: Step, so_far: Callable[[], Found]) -> None:
+            self._out.work.write(PARTIAL, self._writer.file(so_far(), step.pattern).dumps())
+            self._progress.committed(step)
 
-        def on_step(step: Step, found: Found) -> None:
-            self._out.work.write(PARTIAL, self._writer.file(found, step.pattern).dumps())
-            progress.committed(step, len(found.steps), len(goal.native.full_layers) - goal.fewest)
-
-        def on_pattern(retention: Fraction, found: Found) -> None:
+        def on_pattern(retention: Fraction, so_far: Callable[[], Found]) -> None:
+            found = so_far()
             self._out.work.write(PARTIAL, self._writer.file(found, next(iter(found.patterns.values()))).dumps())
-            share = sum(map(float, found.patterns)) / sum(map(float, goal.full_layers))
-            progress.found(retention, found.patterns[retention], share)
+            self._progress.notice(f"{retention!s:>4}: {found.patterns[retention]}")
 
-        progress.begin(f"{search.strategy.name} search", search.planned_sequences(), search.data)
-        return search.find(Listeners(on_step, on_pattern, progress.notice))
-
-    def _compare(self, lines: Sequence[Variant]) -> list[VariantLosses]:
-        rows: list[VariantLosses] = []
-        data = self._judges.data
-        self._progress.begin("held-out comparison", len({line.pattern for line in lines}) * data.num_sequences, data)
-        for row in evaluated(lines, self._judges):
-            rows.append(row)
-            self._progress.compared(row, rows[0])
-        return rows
-
-    def _speed(self, lines: Sequence[Variant]) -> list[SpeedRow]:
-        engine = self._begun.engine
-        if not isinstance(engine, TimesPrompts):
-            return []
-        with self._timed("times of prompts"):
-            self._progress.wait("times of prompts")
-            return measured_times(engine, lines, self._begun.held_out, self._begun.journal)
+        return search.find(Listeners(on_step, on_pattern, self._progress.notice))
 
 
 def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
     """Return the latencies by which the speeds of a search are shown, `None` where there are none.
 
-    Their words say if they are of another device or SGLang than the servers have.
-
-    Args:
-        engine: what evaluates patterns.
-        goal: of the search.
-        notice: hears why there are none, where its architecture has a table.
+    Their words say if they are of another device or SGLang than the servers have. `notice` hears why there are none,
+    where the architecture has a table.
     """
     if isinstance(goal.budget, TimeGoal):
         return goal.budget.prices

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,13 +74,13 @@ class Listeners:
     """Callbacks of a search while it runs.
 
     Attributes:
-        on_step: hears of every committed flip, and what was found so far.
-        on_pattern: hears of a retention whose pattern was found at once, and what was found so far.
+        on_step: hears of every committed flip, and can ask what was found so far.
+        on_pattern: hears of a retention whose pattern was found at once, and can ask what was found so far.
         notice: hears of what else is worth a line.
     """
 
-    on_step: Callable[[Step, Found], None] = field(default=lambda step, found: None)
-    on_pattern: Callable[[Fraction, Found], None] = field(default=lambda retention, found: None)
+    on_step: Callable[[Step, Callable[[], Found]], None] = field(default=lambda step, found: None)
+    on_pattern: Callable[[Fraction, Callable[[], Found]], None] = field(default=lambda retention, found: None)
     notice: Callable[[str], None] = field(default=lambda line: None)
 
 
@@ -107,23 +108,21 @@ class Search:
         self.data, self._calibration, self._measured = calibration.data, calibration, measured
         self._judge = Judge.racing(calibration) if strategy.race else Judge(calibration)
 
-    def planned_sequences(self) -> int | None:
-        """Sequences that the strategy will run; `None` where that depends on what it finds."""
-        planned = None if self.strategy.swaps else self.strategy.planned(self.goal)
-        return None if planned is None else (2 + planned) * self._calibration.data.num_sequences
-
     def find(self, listeners: Listeners | None = None) -> Found:
         """Evaluate the native pattern, run the strategy; `listeners` hear of what happens."""
         listeners = listeners or Listeners()
-        self._calibration.evaluations([self._native])
+        for rows in (self._judge.shares[0], None):  # the first share soon says what a sequence takes
+            self._calibration.evaluations([self._native], rows)
         self._calibration.evaluations([self._native], self._judge.shares[0], repeat=1)  # the difference is noise
         problem = Problem(
             goal=self.goal,
             judge=self._judge,
             engine=self.engine.name,
             measured=self._measured,
-            on_step=lambda step, steps: listeners.on_step(step, self._found(Outcome({}, steps))),
-            on_pattern=lambda retention, patterns: listeners.on_pattern(retention, self._found(Outcome(patterns))),
+            on_step=lambda step, steps: listeners.on_step(step, partial(self._found, Outcome({}, steps))),
+            on_pattern=lambda retention, patterns: listeners.on_pattern(
+                retention, partial(self._found, Outcome(patterns))
+            ),
             notice=listeners.notice,
         )
         outcome = self.strategy.find(problem)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,17 +66,24 @@ class StandIn:
         begun: the search; what its journal has was measured.
         known: the evaluations there of the tokens that choose.
         pace: what they take.
+        seed: of what was not measured.
+        until: when evaluations raise `TimeoutError`, by `time.monotonic`.
+
+    Attributes:
+        seconds: of all its evaluations.
     """
 
-    def __init__(self, begun: Begun, known: Sequence[Evaluation], pace: Pace) -> None:
+    def __init__(
+        self, begun: Begun, known: Sequence[Evaluation], pace: Pace, seed: int = 0, until: float = math.inf
+    ) -> None:
         self._begun, self._native, self._pace = begun, begun.engine.model.native, pace
-        self._seen: dict[tuple[str, int], list[Pattern]] = {}  # patterns by token set and row
-        for item in known:
-            assert item.pattern.pattern is not None
-            for row in item.rows:
-                self._seen.setdefault((begun.calibration.sha256, row), []).append(item.pattern.pattern)
+        self._seed, self._until, self.seconds = seed, until, 0.0
         whole = begun.engine.model.num_layers * begun.calibration.seq_len
         self._reuses = any(min(item.layer_tokens) < whole for item in known)  # layers below the first difference
+        self._seen: dict[tuple[str, int], set[str]] = {}  # beginnings of patterns by token set and row
+        for item in known:
+            assert item.pattern.pattern is not None
+            list(self._layers(item.pattern.pattern, begun.calibration, item.rows))
         self._costs: dict[str, NDArray[np.float64]] = {}
 
     def evaluate(
@@ -104,26 +114,30 @@ class StandIn:
                 losses=tuple(losses[chosen].tolist()),
                 correct=(0,) * len(chosen),
                 tokens=tuple(tokens[chosen].tolist()),
-                layer_tokens=tuple(self._layers(pattern, data, row, fresh) * data.seq_len for row in chosen),
+                layer_tokens=tuple(layers * data.seq_len for layers in self._layers(pattern, data, chosen, fresh)),
                 seconds=0.0,
             )
-            yield replace(evaluation, seconds=self._pace.of(evaluation, data.seq_len))
+            if time.monotonic() > self._until:
+                raise TimeoutError
+            seconds = self._pace.of(evaluation, data.seq_len)
+            self.seconds += seconds
+            yield replace(evaluation, seconds=seconds)
 
     def _known(self, pattern: Pattern) -> Evaluation | None:
         return self._begun.journal.evaluation("calibration", pattern)
 
-    def _layers(self, pattern: Pattern, data: TokenSet, row: int, fresh: bool) -> int:
-        """Return how many layers run: those from the first that no earlier pattern shares."""
-        earlier = self._seen.setdefault((data.sha256, row), [])
-        shared = 0
-        if self._reuses and not fresh:
-            shared = max((_common(pattern, other) for other in earlier), default=0)
-        earlier.append(pattern)
-        return max(1, len(pattern) - shared)
+    def _layers(self, pattern: Pattern, data: TokenSet, rows: Sequence[int], fresh: bool = False) -> Iterator[int]:
+        """Yield how many layers run for each of `rows`: those from the first that no earlier pattern shares."""
+        beginnings = [pattern.beginning(layers + 1) for layers in range(len(pattern) if self._reuses else 0)]
+        for row in rows:
+            earlier = self._seen.setdefault((data.sha256, row), set())
+            shared = 0 if fresh else bisect_left(beginnings, True, key=lambda item: item not in earlier)
+            earlier.update(beginnings)
+            yield max(1, len(pattern) - shared)
 
     def _draw(self, data: TokenSet) -> NDArray[np.float64]:
         """Return each layer's cost a token on each sequence, `[layers, sequences]`: measured, or like what was."""
-        rng, count, base = np.random.default_rng(0), len(self._native), self._known(self._native)
+        rng, count, base = np.random.default_rng(self._seed), len(self._native), self._known(self._native)
         means = np.exp(_WEIGHT + _SPREAD * rng.standard_normal(count))
         flips = {layer: self._known(self._native.share(layer)) for layer in self._native.full_layers[1:]}
         measured = {
@@ -136,12 +150,3 @@ class StandIn:
                 means[layer] = measured.get(layer, rng.choice(list(measured.values())))
         noise = rng.standard_normal((count, data.num_sequences))
         return np.asarray(means[:, None] * np.exp(_DIFFERENCE * noise - _DIFFERENCE**2 / 2))
-
-
-def _common(pattern: Pattern, other: Pattern) -> int:
-    """Return the number of layers below the first in which two patterns differ."""
-    low, high = 0, len(pattern)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if pattern.beginning(middle) == other.beginning(middle) else (low, middle - 1)
-    return low

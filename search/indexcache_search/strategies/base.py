@@ -185,10 +185,6 @@ class Strategy(ABC):
             if count > len(goal.native.full_layers):
                 raise too_many(count, goal.native)
 
-    def planned(self, goal: Goal) -> int | None:
-        """Return the number of patterns that will run on all sequences; `None` if it depends on results."""
-        return None
-
     @abstractmethod
     def find(self, problem: Problem) -> Outcome:
         """Find the patterns of `problem.goal`.

@@ -53,10 +53,6 @@ class Exhaustive(DirectStrategy):
                     f"--strategy exhaustive at {retention} is {number:,} patterns, expected at most {MOST_PATTERNS:,}"
                 )
 
-    def planned(self, goal: Goal) -> int:
-        """Return the number of all patterns."""
-        return sum(count_patterns(goal.native, full_layers) for full_layers in set(goal.full_layers.values()))
-
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
         """Return the best of all patterns for one retention."""
         goal = problem.goal

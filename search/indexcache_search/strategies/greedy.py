@@ -77,20 +77,6 @@ def check_reachable(start: Pattern, stop: int, blocks: int = 1) -> None:
         )
 
 
-def count_evaluations(start: Pattern, stop: int, blocks: int = 1) -> int:
-    """Count the evaluations of `greedy`; for one block see `Goal.algorithm_1`."""
-    asked = 0
-
-    def evaluate(patterns: Sequence[Pattern]) -> list[float]:
-        nonlocal asked
-        asked += len(patterns)
-        return [0.0] * len(patterns)
-
-    for _ in greedy(start, stop, evaluate, blocks):
-        pass
-    return asked
-
-
 @dataclass(frozen=True, kw_only=True)
 class Greedy(Strategy):
     """Algorithm 1, optionally in blocks; everything runs on all sequences."""
@@ -104,10 +90,6 @@ class Greedy(Strategy):
         """Check that every retention can be reached."""
         for full_layers in goal.full_layers.values():
             check_reachable(goal.native, full_layers, self.blocks)
-
-    def planned(self, goal: Goal) -> int:
-        """Return the number of evaluations of `greedy`."""
-        return count_evaluations(goal.native, goal.fewest, self.blocks)
 
     def find(self, problem: Problem) -> Outcome:
         """Run `greedy` down to the smallest retention, and take each pattern from its steps."""

@@ -44,10 +44,6 @@ class MeasuredStrategy(DirectStrategy):
             )
         super().check(goal)
 
-    def planned(self, goal: Goal) -> int:
-        """Return the number of retentions, each with one pattern."""
-        return len(goal.full_layers)
-
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
         """Return the derived pattern for one retention."""
         goal = problem.goal

@@ -21,10 +21,6 @@ class Uniform(DirectStrategy):
             uniform_pattern(goal.native, retention)
         super().check(goal)
 
-    def planned(self, goal: Goal) -> int:
-        """Return the number of retentions, each with one pattern."""
-        return len(goal.full_layers)
-
     def ranked(self, problem: Problem, retention: Fraction) -> list[Pattern]:
         """Return the uniform pattern for one retention."""
         return [uniform_pattern(problem.goal.native, retention)]
