@@ -87,7 +87,7 @@ class TimeLeft:
             return None
         spent, items = zip(*list(self._recent), strict=True)
         rate = sum(spent) / max(sum(map(self._seconds, items)), 1e-9)
-        idle = min(max(self._clock() - self._last, 0.0), max(spent))
+        idle = max(self._clock() - self._last, 0.0)
         low, high = (left * rate - idle for left in (self._low, self._high))
         return (max(low, 0.0), high) if high > 0 else None
 
