@@ -57,8 +57,7 @@ class RecallTasks:
 
     def sample(self, task: str, batch: int, length: int) -> Batch:
         """Draw `batch` sequences of `length` tokens of one of `TASKS`."""
-        starts = self._integers(0, self.text_stream.numel() - length, (batch, 1))
-        tokens = self.text_stream[starts + self._arange(length)].long()
+        tokens = self.text(batch, length).long()
         kind = torch.ones_like(tokens, dtype=torch.int8)
         if task != "text":
             getattr(self, f"_{task}")(tokens, kind)
@@ -81,6 +80,11 @@ class RecallTasks:
         return Batch(torch.cat([part.tokens for part in parts]), torch.cat([part.kind for part in parts]))
 
     # -- drawing
+
+    def text(self, batch: int, length: int) -> Tensor:
+        """Draw the text that a task writes into, `[batch, length]`: from anywhere."""
+        starts = self._integers(0, self.text_stream.numel() - length, (batch, 1))
+        return self.text_stream[starts + self._arange(length)]
 
     def _integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(low, high, shape, device=self.device, generator=self.generator)

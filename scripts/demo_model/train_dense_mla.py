@@ -1,16 +1,18 @@
 r"""Train a dense language model with latent attention (MLA), of 60 million weights or more, in the time there is.
 
-    python -m scripts.demo_model.corpus --output build/corpus8192 --vocab-size 8192
-    python -m scripts.demo_model.train_dense_mla --corpus build/corpus8192 --output build/dense --seconds 600
+    python -m scripts.large_corpus join build/large/pieces --output build/corpus
+    python -m scripts.demo_model.train_dense_mla --corpus build/corpus --output build/dense --seconds 600
     torchrun --nproc-per-node 2 -m scripts.demo_model.train_dense_mla ...
 
 Short sequences come first, since looking things up is learned soonest there (a model of 24 layers and 10 million
 weights learned it within 26 million tokens), then longer ones. A stage of short ones ends once answers are found, or
 when its time is up; what it leaves goes to the longest. Over the last quarter of the time the learning rate falls to 0.
-`--steps` takes numbers of steps in the place of the clock.
+`--steps` takes numbers of steps in the place of the clock. No token of the corpus is read more than `--passes` times:
+the shares of the time are then shares of these passes, whichever ends first.
 
 The same command again goes on from the last checkpoint: with `--steps`, on a CPU, to the same weights bit for bit. With
-the clock, what earlier runs spent counts; how many steps fit into it depends on the machine.
+the clock, what earlier runs spent counts; how many steps fit into it depends on the machine. `--base` goes on from
+weights that were carried away (`scripts.bench.search.weights`), with optimizers that begin anew.
 """
 
 from __future__ import annotations
@@ -18,25 +20,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from indexcache_train.distill.memory import available
 from indexcache_train.training.processes import Processes, joined
 from scripts.demo_model import glm
 from scripts.demo_model.build_demo import TOKENIZER_CONFIG
-from scripts.demo_model.mixture import TASK, Batches
+from scripts.demo_model.dense_model import check_memory, model_config, text_losses
+from scripts.demo_model.mixture import TASK, Batches, mixture_of
 from scripts.demo_model.recall import ANSWER, TEXT, Batch
-from scripts.demo_model.train_demo_model import Trainer, configure_pytorch
+from scripts.demo_model.train_demo_model import MIXTURE, Trainer, configure_pytorch
 from sglang_indexcache.io.digest import file_digest
 
 WEIGHTS = {TEXT: 1.0, ANSWER: 4.0, TASK: 32.0}  # of targets in the loss; a sample of TASK has few of them
@@ -44,7 +47,8 @@ RATE = 2e-3
 RAMP = 30  # steps of the ramp that a stage begins with
 CHECK = 10  # steps between looks at the clock and at the losses
 LOOKS, LEARNED = 5, 1.0  # a stage of short sequences ends when so many looks saw losses of answers below this
-OPTIMIZER_BYTES = 28  # of a weight: itself, gradient, moments, and what Muon holds while it steps
+WINDOWS = 64  # of each part of the corpus, for the loss at the end
+PROGRESS, WEIGHTS_FILE = "progress.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -69,42 +73,6 @@ STAGES = (
 )
 
 
-def model_config(layers: int, hidden: int, heads: int, vocab_size: int) -> dict[str, Any]:
-    """Return config.json: GLM-4.7-Flash's architecture without experts."""
-    return {
-        **glm.dense_config(glm.demo_config(layers)),
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": 11 * hidden // 4,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": hidden // 2,
-        "kv_lora_rank": 128,
-        "v_head_dim": 128,  # as wide as queries and keys, which fused attention needs
-        "moe_intermediate_size": hidden,
-    }
-
-
-def check_memory(config: dict[str, Any], tokens: int, device: torch.device) -> float:
-    """Return the estimated GB of a step of `tokens` tokens.
-
-    Raises:
-        SystemExit: if the device has fewer free.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    weights = OPTIMIZER_BYTES * sum(item.numel() for item in model.parameters())
-    heads = config["num_attention_heads"] * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
-    layer = 2 * (5 * heads + 4 * config["intermediate_size"]) + 12 * config["hidden_size"]
-    logits = 8 * config["vocab_size"]
-    need, there = weights + tokens * (config["num_hidden_layers"] * layer + logits), available(device)
-    if need > there:
-        raise SystemExit(
-            f"about {need / 1e9:.1f} GB are needed, {device} has {there / 1e9:.1f} free; expected fewer --batch-tokens"
-        )
-    return need / 1e9
-
-
 class DenseTrainer(Trainer):
     """The training of one dense model, in each of its processes.
 
@@ -116,6 +84,8 @@ class DenseTrainer(Trainer):
         config: of the model.
         batch_tokens: tokens of a step in each process.
         compile_: compile the layers.
+        tasks: share of the sequences that are samples of `eval.tasks`.
+        text: share of text alone among the others.
     """
 
     def __init__(
@@ -127,12 +97,15 @@ class DenseTrainer(Trainer):
         config: dict[str, Any],
         batch_tokens: int,
         compile_: bool,
+        tasks: float = 0.4,
+        text: float = MIXTURE["text"],
     ) -> None:
         super().__init__(glm, corpus, output, seed, config, compile_)
         self.processes, self.corpus, self.batch_tokens = processes, corpus, batch_tokens
         self.optimizers = self.body_optimizers(RATE)
         self.peaks = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.step = 0
+        self.tasks_share, self.text_share = tasks, text
+        self.step = self.since = 0  # `since` these optimizers began
         self.ends: list[int | None] = []  # steps at which stages end, once that is known
         self.spent: list[float] = []  # seconds of each stage
         self.identity = {
@@ -140,6 +113,7 @@ class DenseTrainer(Trainer):
             "seed": seed,
             "batch_tokens": batch_tokens,
             "processes": processes.count,
+            "shares": [tasks, text],
             "corpus": file_digest(corpus / "corpus.npz").sha256,
         }
 
@@ -175,32 +149,59 @@ class DenseTrainer(Trainer):
         if self.processes.first:
             partial = self._checkpoint.with_suffix(".part")
             state = {"model": self.model.state_dict(), "optimizers": [item.state_dict() for item in self.optimizers]}
-            about = {"step": self.step, "ends": self.ends, "spent": self.spent, "identity": self.identity}
-            torch.save({**state, **about}, partial)
+            torch.save({**state, **self.progress(), "identity": self.identity}, partial)
             partial.replace(self._checkpoint)
         self.processes.wait()
 
-    def go_on(self) -> None:
-        """Take the state of the last checkpoint, if there is one.
+    def progress(self) -> dict[str, Any]:
+        """Return how far the training is."""
+        return {"step": self.step, "since": self.since, "ends": self.ends, "spent": self.spent}
+
+    def go_on(self, base: Path | None = None) -> None:
+        """Take the state of the last checkpoint, if there is one; else the weights in `base`.
 
         Raises:
             SystemExit: if it is another run's.
         """
-        if not self._checkpoint.exists():
-            return
-        state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
+        if self._checkpoint.exists():
+            state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
+            self._take_progress(state, self._checkpoint)
+            self.model.load_state_dict(state["model"])
+            for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
+        elif base is not None:
+            self._take_progress(json.loads((base / PROGRESS).read_text()), base / PROGRESS)
+            self.since = self.step
+            self.model.load_state_dict(load_file(base / WEIGHTS_FILE))
+
+    def _take_progress(self, state: Mapping[str, Any], path: Path) -> None:
         for key, value in self.identity.items():
-            if state["identity"][key] != value:
-                found = state["identity"][key]
-                raise SystemExit(f"{self._checkpoint}: {key} is {found}, expected {value}; take another --output")
-        self.model.load_state_dict(state["model"])
-        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(kept)
-        self.step, self.ends, self.spent = state["step"], state["ends"], state["spent"]
+            if (found := state["identity"].get(key)) != value:
+                raise SystemExit(f"{path}: {key} is {found}, expected {value}; take another --output")
+        self.step, self.since, self.ends, self.spent = (state[key] for key in self.progress())
+
+    def save(self) -> None:
+        """Write the model; its weights, by which it counts as complete, come last."""
+        partial = self.output / "model.part"
+        shutil.rmtree(partial, ignore_errors=True)
+        self.model.to("cpu", torch.bfloat16).save_pretrained(partial)
+        (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == WEIGHTS_FILE):
+            path.replace(self.output / path.name)
+        partial.rmdir()
 
     # -- training
 
-    def train(self, steps: list[int] | None, seconds: float, workers: int, keep_every: float, show: int) -> None:
+    def train(
+        self,
+        steps: list[int] | None,
+        seconds: float,
+        workers: int,
+        keep_every: float,
+        show: int,
+        passes: float = 0.0,
+        base: Path | None = None,
+    ) -> None:
         """Train through `STAGES`, by the clock or by numbers of steps, and write the model.
 
         Args:
@@ -209,8 +210,17 @@ class DenseTrainer(Trainer):
             workers: processes that draw batches.
             keep_every: seconds between checkpoints.
             show: steps between lines of the log.
+            passes: over the corpus, at most; 0 for any number.
+            base: folder of weights that were carried away, for a run without a checkpoint.
+
+        Raises:
+            SystemExit: if the steps take more passes, or the base is another run's.
         """
-        self.go_on()
+        tokens = self.batch_tokens * self.processes.count
+        self.most = int(passes * self.streams["train"].numel() / tokens) if passes else None
+        if steps is not None and self.most is not None and sum(steps) > self.most:
+            raise SystemExit(f"--steps takes {sum(steps)} steps, expected {self.most} at most: {passes} passes")
+        self.go_on(base)
         if not self.ends:
             self.ends = [None] * len(STAGES) if steps is None else [sum(steps[: i + 1]) for i in range(len(steps))]
             self.spent = [0.0] * len(STAGES)
@@ -224,6 +234,9 @@ class DenseTrainer(Trainer):
             self.keep()
             if number != len(STAGES) - 2:
                 self.evaluate(stage.name, sparse=False, sequences=16, length=stage.length)
+        length = STAGES[-1].length
+        losses = text_losses(self, self.corpus, length, WINDOWS, max(1, self.batch_tokens // length))
+        self.log(passes=round(self.step * tokens / self.streams["train"].numel(), 3), text_losses=losses)
         if self.processes.first:
             (self.output / "tokenizer.json").write_bytes((self.corpus / "tokenizer.json").read_bytes())
             (self.output / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
@@ -237,7 +250,8 @@ class DenseTrainer(Trainer):
         """
         before, last = [0, *self.ends][-3] or 0, self.spent[-2]
         pace, left = last / max(1, self.step - before), max(0.0, seconds - sum(self.spent))
-        end, *_ = self.processes.gather(self.step + max(1, round(left / max(pace, 1e-6))))
+        end = self.step + max(1, round(left / max(pace, 1e-6)))
+        end, *_ = self.processes.gather(end if self.most is None else max(self.step + 1, min(end, self.most)))
         return int(end)
 
     def _run(self, number: int, seconds: float, workers: int, keep_every: float, show: int) -> None:
@@ -254,6 +268,7 @@ class DenseTrainer(Trainer):
             factor = min(1.0, (self.step - first + 1) / RAMP) if number < len(STAGES) - 1 else 1.0
             if number == len(STAGES) - 1 and end is not None:
                 factor = (end - self.step) / (end - first)
+            factor *= min(1.0, (self.step - self.since + 1) / RAMP)
             for group, peak in zip(groups, self.peaks, strict=True):
                 group["lr"] = peak * factor
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.processes.bfloat16):
@@ -285,9 +300,13 @@ class DenseTrainer(Trainer):
                 shown, since = now, self.step
             if end is None and self.step % CHECK == 0:
                 over = sum(self.spent) >= stage.until * seconds
+                over |= self.most is not None and self.step >= stage.until * self.most
                 if stage.early:
                     found = metrics()
-                    seen = [*seen, max(found.get(name, 0.0) for name in ("answer", "task"))][-LOOKS:]
+                    seen = [
+                        *seen,
+                        max((found[name] for name in ("answer", "task") if name in found), default=math.inf),
+                    ][-LOOKS:]
                     over |= len(seen) == LOOKS and max(seen) < LEARNED
                 over, *_ = self.processes.gather(over)  # the first one decides
                 if over:
@@ -302,7 +321,8 @@ class DenseTrainer(Trainer):
 
     def _batches(self, stage: Stage, workers: int) -> Iterator[Batch]:
         """Yield this process's batches from the present step on."""
-        drawn = Batches(self.corpus, "train", stage.length, max(1, self.batch_tokens // stage.length), self.seed)
+        batch, mixture = max(1, self.batch_tokens // stage.length), mixture_of(self.text_share)
+        drawn = Batches(self.corpus, "train", stage.length, batch, self.seed, self.tasks_share, mixture)
         index, count = self.processes.index, self.processes.count
         numbers = (step * count + index for step in _count_from(self.step))
         loader: Any = DataLoader(
@@ -341,13 +361,16 @@ def main(options: argparse.Namespace) -> None:
             config,
             options.batch_tokens,
             not options.no_compile and processes.device.type == "cuda",
+            options.tasks,
+            options.text,
         )
         weights = sum(item.numel() for item in trainer.model.parameters())
         trainer.log(weights=weights, layers=options.layers, estimate_gb=round(need, 1), processes=processes.count)
         steps = [int(part) for part in options.steps.split(",")] if options.steps else None
         if steps is not None and len(steps) != len(STAGES):
             raise SystemExit(f"--steps has {len(steps)} numbers, expected {len(STAGES)}")
-        trainer.train(steps, options.seconds, options.workers, options.keep_every, options.show)
+        every = (options.workers, options.keep_every, options.show)
+        trainer.train(steps, options.seconds, *every, options.passes, options.base)
 
 
 if __name__ == "__main__":
@@ -360,6 +383,10 @@ if __name__ == "__main__":
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--steps", default="", help="steps of each stage, such as 600,500,800,500")
+    parser.add_argument("--passes", type=float, default=3.0, help="over the corpus, at most; 0 for any number")
+    parser.add_argument("--base", type=Path, help="folder of weights to go on from, where there is no checkpoint")
+    parser.add_argument("--tasks", type=float, default=0.4, help="share of the sequences that are samples of tasks")
+    parser.add_argument("--text", type=float, default=MIXTURE["text"], help="share of text alone among the others")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step in each process")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--workers", type=int, default=6, help="processes that draw batches")

@@ -9,11 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from indexcache_search.data.reader import TokenReader
 from scripts.bench.search import scale
 from scripts.bench.search.scale import run
-from scripts.bench.search.scale_plan import FEWEST, MOST, OVERHEAD, REHEARSED, Plan, Sizes, Step, pace, sizes_for
+from scripts.bench.search.scale_plan import (
+    EVALUATION,
+    FEWEST,
+    MOST,
+    OVERHEAD,
+    REHEARSAL,
+    REHEARSED,
+    Plan,
+    Sizes,
+    Step,
+    outline,
+    pace,
+    sizes_for,
+)
 from scripts.bench.search.scale_table import (
     BASE,
     CONTROL,
@@ -114,12 +129,28 @@ def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
     assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == OVERHEAD + 5
     alone = plan(tmp_path, "--dense", "--workers 0").dense_step()
     assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"]
-    assert alone.command[-4:] == ["--batch-tokens", "65536", "--workers", "0"]
+    assert alone.command[-4:] == ["--batch-tokens", "131072", "--workers", "0"]
     both = plan(tmp_path, "--gpus", "2").dense_step().command
     assert both[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert both[-2:] == ["--batch-tokens", "32768"]  # the same step on both
+    assert both[-2:] == ["--batch-tokens", "65536"]  # the same step on both
+    assert " ".join(both[-14:-2]) == "--layers 24 --hidden 640 --heads 10 --passes 3.0 --tasks 0.1 --text 0.7"
     one = plan(tmp_path, "--gpus", "2", "--dense-gpus", "1").dense_step()
     assert one.command == alone.command[:-2]
+
+
+def test_how_long_each_part_takes_is_said(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--gpus", "2")
+    once = OVERHEAD + 5
+    lines = outline(made, ["rehearse", "dense", "train"]).splitlines()
+    assert lines[:3] == [
+        f"rehearsal: about {REHEARSAL:.0f} s",
+        "dense: about 69 s",
+        f"searched: about {2 * once + 120:.0f} s",
+    ]
+    assert lines[3] == f"control-0: about {once:.0f} s" and len(lines) == 3 + 7 + 2
+    total = REHEARSAL + 69 + max(2 * once + 120, (9 * once + 120) / 4) + EVALUATION
+    assert lines[-1] == f"all: about {total:.0f} s on 2 GPUs, 2 at once on each"
+    assert outline(made, ["dense"]).splitlines()[-1].startswith("all: about 69 s")
 
 
 def test_the_evaluation_runs_with_the_same_options(tmp_path: Path) -> None:
@@ -151,6 +182,23 @@ def test_rows_are_ready_once_their_files_are_there(tmp_path: Path) -> None:
     assert patterns[CONTROL, 0] == patterns[DENSE, None] == "F" * 8
     assert rows[SEARCHED, 0].model == tmp_path / "searched" / "trained" / "model"
     assert rows[SEARCHED, 1].model == tmp_path / "searched-1" / "model"
+
+
+def test_models_are_exported_once_and_what_a_killed_run_left_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(tmp_path, "--export-pieces", "int8")
+    for folder in (made.dense, made.base / "model"):
+        folder.mkdir(parents=True)
+        save_file({"a": torch.ones(4, 4)}, folder / "model.safetensors")
+    (tmp_path / "pieces" / "dense").mkdir(parents=True)
+    (tmp_path / "pieces" / "dense" / "weights-007").touch()
+    scale.export(made, "int8")
+    assert {path.parent.name for path in tmp_path.glob("pieces/*/pieces.json")} == {"dense", "all-layers"}
+    assert not (tmp_path / "pieces" / "dense" / "weights-007").exists()
+    assert capsys.readouterr().out.count("2 files") == 2
+    scale.export(made, "int8")
+    assert capsys.readouterr().out == ""
 
 
 def test_as_many_seeds_and_steps_as_fit() -> None:
@@ -208,7 +256,7 @@ def test_the_rehearsals_pace_and_what_was_chosen_are_kept(tmp_path: Path) -> Non
     assert pace(log) == (0.1, 0.2)
     given = argparse.Namespace(**{**vars(options(tmp_path)), "warmup_steps": None, "steps": None, "seeds": [0, 1, 2]})
     sizes, found = scale.kept_sizes(given, lambda: 1200.0)
-    assert found == pytest.approx((0.4, 0.8))  # 16 layers, the rehearsal had 4
+    assert found == pytest.approx((0.6, 1.2))  # 24 layers, the rehearsal had 4
     assert sizes == sizes_for(1200.0, found, [0, 1, 2], 1, 2)
     assert scale.kept_sizes(given, lambda: 1.0) == (sizes, found)  # the same command goes on
 

@@ -1,7 +1,8 @@
-"""Training-aware IndexCache on a dense language model of 62 million weights, from the first step to the table.
+"""Training-aware IndexCache on a dense language model of 145 million weights, from the first step to the table.
 
-    python -m scripts.demo_model.corpus --output build/corpus8192 --vocab-size 8192
-    python -m scripts.bench.search.scale --corpus build/corpus8192 --output build/scale --seconds 1500 --gpus 2
+    python -m scripts.large_corpus make --output build/large
+    python -m scripts.large_corpus join build/large/pieces --output build/corpus
+    python -m scripts.bench.search.scale --corpus build/corpus --output build/scale --gpus 2 --dense-seconds 1500
 
 A dense model with latent attention is trained (`scripts.demo_model.train_dense_mla`) and made DSA by
 `indexcache-distill --search-first 1/4`: indexers in all layers, a search, training with the pattern found. From the
@@ -11,8 +12,9 @@ evaluated on held-out text, on recall sequences and on samples of `indexcache-ev
 `OUTPUT/table.md` grows with each.
 
 A rehearsal comes first: the whole chain with a model of four layers and two steps a stage. It fails within a minute or
-two, not after the dense training, and its pace says how many steps and seeds fit into `--seconds`. Each step is a
-command of its own, which is printed. The same command again goes on where it was stopped.
+two, not after the dense training, and its pace says how many steps and seeds fit into `--seconds`. How long each part
+takes is said before it begins. Each step is a command of its own, which is printed. The same command again goes on
+where it was stopped. `scripts.bench.search.weights` carries a model away, and back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +41,10 @@ from indexcache_search.hf.loading import describe_model, load_tokenizer, set_qui
 from indexcache_train.distill.conversion import convert
 from indexcache_train.distill.dense_mla import DenseStart
 from indexcache_train.distill.settings import IndexerSize
-from scripts.bench.search.scale_plan import EVALUATION, MOST, REHEARSED, Plan, Sizes, Step, pace, sizes_for
+from scripts.bench.search import weights
+from scripts.bench.search.scale_plan import EVALUATION, MOST, REHEARSED, Plan, Sizes, Step, outline, pace, sizes_for
 from scripts.bench.search.scale_table import DENSE, Row, recovered, table
-from scripts.demo_model.mixture import TASK_NAMES, Batches, scored
+from scripts.demo_model.mixture import TASK_NAMES, Batches, mixture_of, scored
 from scripts.demo_model.recall import ANSWER
 from scripts.demo_model.train_demo_model import MIXTURE
 
@@ -78,7 +82,8 @@ def write_data(plan: Plan) -> None:
             continue
         partial = path.with_suffix(".partial")
         more: dict[str, Any] = {"tasks": 0.0, "mixture": RECALL} if name == "recall" else {}
-        batches = Batches(options.corpus, part, options.length, 16, seed=2 if more else 1, **more)
+        shares = more or {"tasks": options.tasks, "mixture": mixture_of(options.text)}
+        batches = Batches(options.corpus, part, options.length, 16, seed=2 if more else 1, **shares)
         numbers = range(-(-sequences // 16))
         workers = min(8, (os.cpu_count() or 1) // 2, len(numbers) // 4)
         drawn: Any = DataLoader(batches, batch_size=None, sampler=numbers, num_workers=workers)
@@ -275,12 +280,25 @@ def work(options: argparse.Namespace, parts: Sequence[str], left: Callable[[], f
         return
     plan = Plan(options, *kept_sizes(options, left))
     if "train" in parts:
-        print(f"{plan.sizes}, {plan.pace[0]:.2f} and {plan.pace[1]:.2f} s a step, {left():.0f} s left", flush=True)
+        print(f"{plan.sizes}, {plan.pace[0]:.2f} and {plan.pace[1]:.2f} s a step, {left():.0f} s left")
+        print(outline(plan, ["train"]), flush=True)
         write_data(plan)
         steps = [*plan.training_steps(), plan.evaluation_step()]
         run(steps, options.at_once, options.gpus, options.output, lambda: left() - EVALUATION)
     if "evaluate" in parts:
         evaluate_rows(plan, options.wait)
+
+
+def export(plan: Plan, dtype: str) -> None:
+    """Write pieces of the models that are there into `OUTPUT/pieces`, each model's once."""
+    models = {"dense": plan.dense, "all-layers": plan.base / "model", "trained": plan.searched / "trained" / "model"}
+    for name, model in models.items():
+        folder = plan.folder / "pieces" / name
+        if not (model / weights.WEIGHTS).exists() or (folder / weights.MANIFEST).exists():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
+        paths = weights.write_pieces(model, folder, dtype)
+        print(f"{folder}: {len(paths)} files, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB", flush=True)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -289,9 +307,15 @@ def main(options: argparse.Namespace) -> None:
     if not began.exists():
         began.write_text(f"{time.time()}\n")
     end = float(began.read_text()) + options.seconds if options.seconds else math.inf
+    if parts != ["evaluate"]:
+        guess = Sizes(options.warmup_steps or MOST // 3, options.steps or MOST - MOST // 3, options.seeds)
+        print("before the rehearsal, with 1 s a step:")
+        print(outline(Plan(options, guess), parts), flush=True)
     if "rehearse" in parts:
         rehearse(options)
     work(options, parts, lambda: end - time.time())
+    if options.export_pieces:
+        export(Plan(options, Sizes(1, 1, options.seeds)), options.export_pieces)
     if "train" in parts and (options.output / "table.md").exists():
         print((options.output / "table.md").read_text())
 
@@ -299,19 +323,25 @@ def main(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, default=Path("build/corpus8192"))
+    parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--output", type=Path, default=Path("build/scale"))
     parser.add_argument("--only", default="rehearse,dense,train", help="which of these and evaluate, in this order")
+    parser.add_argument("--export-pieces", choices=("int8", "bf16"), help="write the models in pieces of 16 MB as well")
     parser.add_argument("--wait", action="store_true", help="evaluate what comes, until all trainings have ended")
     parser.add_argument("--seconds", type=float, default=0.0, help="of all, from the first start; 0: no limit")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2, help="trainings side by side on a GPU")
     parser.add_argument("--dense-seconds", type=float, default=600.0)
     parser.add_argument("--dense-gpus", type=int, help="of the dense training, if not all")
-    parser.add_argument("--dense-tokens", type=int, default=65536, help="of a step of the dense training")
+    parser.add_argument("--dense-tokens", type=int, default=131072, help="of a step of the dense training")
     parser.add_argument("--dense", default="", help="more words for scripts.demo_model.train_dense_mla")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--heads", type=int, default=10)
+    parser.add_argument("--passes", type=float, default=3.0, help="of the dense training over the corpus, at most")
+    parser.add_argument("--tasks", type=float, default=0.1, help="share of the sequences that are samples of tasks")
+    parser.add_argument("--text", type=float, default=0.7, help="share of text alone among the others")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--index-heads", type=int, default=8)
     parser.add_argument("--index-dim", type=int, default=128)

@@ -19,6 +19,7 @@ from sglang_indexcache.pattern_file.file import PatternFile
 REHEARSED = 4  # layers
 MOST, FEWEST = 300, 150  # steps of a training: a third of them warm-up
 OVERHEAD, SEARCH, EVALUATION = 45.0, 120.0, 60.0  # seconds: of a training beside its steps, and of all rows
+REHEARSAL = 150.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ class Plan:
             launcher += ["torch.distributed.run", "--nproc-per-node", str(gpus), "-m"]
         command = [*launcher, "scripts.demo_model.train_dense_mla", "--corpus", str(options.corpus)]
         command += ["--output", str(self.dense), "--seconds", str(options.dense_seconds)]
-        command += ["--layers", str(options.layers), "--batch-tokens", str(options.dense_tokens // gpus)]
+        for name in ("layers", "hidden", "heads", "passes", "tasks", "text"):
+            command += [f"--{name}", str(getattr(options, name))]
+        command += ["--batch-tokens", str(options.dense_tokens // gpus)]
         return Step(
             DENSE, [*command, *options.dense.split()], self.dense / "model.safetensors", options.dense_seconds + 60
         )
@@ -113,7 +116,7 @@ class Plan:
 
     def evaluation_step(self) -> Step:
         """Evaluate rows as they come."""
-        given = {**vars(self.options), "only": "evaluate", "wait": None, "seeds": self.options.seeds}
+        given = {**vars(self.options), "only": "evaluate", "wait": None, "export_pieces": None}
         words = [f"--{key.replace('_', '-')}={as_word(value)}" for key, value in given.items() if value is not None]
         command = [sys.executable, "-m", "scripts.bench.search.scale", "--wait", *words]
         return Step(
@@ -185,6 +188,21 @@ class Plan:
         }
         flags = [str(part) for pair in named.items() for part in pair]
         return [sys.executable, "-m", "indexcache_train", "--model", str(model), *words, *flags]
+
+
+def outline(plan: Plan, parts: Sequence[str]) -> str:
+    """Say how long each part takes, in the order in which they begin, and all of them on these GPUs."""
+    options = plan.options
+    times = [("rehearsal", REHEARSAL)] if "rehearse" in parts else []
+    times += [(DENSE, plan.dense_step().seconds)] if "dense" in parts else []
+    total = sum(seconds for _, seconds in times)
+    if "train" in parts:
+        steps = plan.training_steps()
+        times += [(step.name, step.seconds) for step in steps] + [("evaluation", EVALUATION)]
+        first, others = steps[0].seconds, sum(step.seconds for step in steps[1:])
+        total += max(first, (first + others) / (options.gpus * options.at_once)) + EVALUATION
+    lines = [f"{name}: about {seconds:.0f} s" for name, seconds in times]
+    return "\n".join([*lines, f"all: about {total:.0f} s on {options.gpus} GPUs, {options.at_once} at once on each"])
 
 
 def as_word(value: Any) -> str:
