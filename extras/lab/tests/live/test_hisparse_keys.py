@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +86,7 @@ def asking(model: Path, letters: str, free: str = "1") -> dict[str, str]:
     return {"SGLANG_INDEXCACHE_PATTERN": file, VARIABLE: free}
 
 
-@pytest.mark.parametrize("ratio", [2, 10])
+@pytest.mark.parametrize("ratio", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_what_the_pool_keeps(model: Path, ratio: int) -> None:
     """All F, 1/3 as SGLang has it, 1/3 without keys of S layers: cells, rows, and what a decode server registers."""
     plain = call(pool_of, model, ratio)
@@ -112,6 +113,7 @@ def test_the_installed_source_was_read() -> None:
 
 def parts_of(model: Path) -> dict[str, Any]:
     """Pools of a stage of a pipeline, and of a draft model, which a target's runner would build."""
+    import msgspec
     import torch
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
@@ -119,7 +121,7 @@ def parts_of(model: Path) -> dict[str, Any]:
     with_hisparse(2)
     runner = inprocess.load_runner(model)
     target = runner.kv_cache_configurator
-    layers = dataclasses.replace(target.layer_info, start_layer=3, end_layer=6, num_effective_layers=3)
+    layers = msgspec.structs.replace(target.layer_info, start_layer=3, end_layer=6, num_effective_layers=3)
     stage = dataclasses.replace(target, layer_info=layers)
     draft = dataclasses.replace(target, is_draft_worker=True)
     given = {"max_total_num_tokens": 128, "max_running_requests": 4, "dsa_pool_class": DSATokenToKVPool}
@@ -164,16 +166,22 @@ def ignoring(model: Path) -> None:
     pool_of(model, 2)
 
 
-def test_a_pool_that_ignores_the_list_is_no_server(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="exit code 2"):
-        call(ignoring, model, **asking(model, LETTERS))
-    assert "indexcache: layer 1 is S, but the pool keeps" in capfd.readouterr().err
+def said(log: Path, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in a fork, with what is written to standard error in a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    function(*args)
 
 
-def test_without_hisparse_it_is_refused(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_ignores_the_list_is_no_server(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="exit code 2"):
-        call(inprocess.load_runner, model, **asking(model, LETTERS))
-    assert "set without --enable-hisparse" in capfd.readouterr().err
+        call(said, tmp_path / "log", ignoring, model, **asking(model, LETTERS))
+    assert "indexcache: layer 1 is S, but the pool keeps" in (tmp_path / "log").read_text()
+
+
+def test_without_hisparse_it_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="exit code 2"):
+        call(said, tmp_path / "log", inprocess.load_runner, model, **asking(model, LETTERS))
+    assert "set without --enable-hisparse" in (tmp_path / "log").read_text()
 
 
 def served(model: Path, prompts: Sequence[Sequence[int]], freed: bool) -> tuple[list[Served], list[int]]:
