@@ -77,10 +77,17 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     import sglang
 
     engine = sglang.Engine(model_path=str(options.output / "model"), **json.loads(options.engine))
+    found = decode(engine, options)
+    engine.shutdown()
+    return found
+
+
+def decode(engine: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Decode the prompts with an engine, twice, since the first time compiles."""
     parameters = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}
     replies: list[list[int]] = [[] for _ in range(options.batch)]
     found: list[float] = []
-    for _ in range(2):  # the first compiles
+    for _ in range(2):
         began = [0.0] * options.batch
         times: list[list[float]] = [[] for _ in range(options.batch)]
         for answer in engine.generate(input_ids=prompts(options), sampling_params=parameters, stream=True):
@@ -91,7 +98,6 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
         together = max(began)
         steps = [after - before for mine in times for before, after in pairwise(mine) if before > together]
         found.append(1e3 * statistics.median(steps[len(steps) // 4 :]))
-    engine.shutdown()
     return {"step_ms": found[-1], "first_ms": found[0], "replies": replies}
 
 
