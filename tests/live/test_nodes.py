@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,13 +15,26 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
+from indexcache_search import demo
 from indexcache_search.engines.own_server import free_port
 from scripts.tools import random_models
 from scripts.tools.pattern_files import write_pattern
-from sglang_indexcache import Pattern
+from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main as check_main
+from tests.live.calibrating import CHUNK, finished, search, wait_for_evaluations
 from tests.live.reference import load_reference
-from tests.live.server import START_TIMEOUT, Process, Server, command, kill_group, running, start
+from tests.live.server import (
+    FLAGS,
+    LAUNCHER,
+    START_TIMEOUT,
+    Process,
+    Server,
+    command,
+    environment,
+    kill_group,
+    running,
+    start,
+)
 from tests.live.test_server import check_modes, random_prompts, states
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -103,3 +119,74 @@ def is_ready(server: Server) -> bool:
     with suppress(OSError):
         return bool(server.get("/health") or True)
     return False
+
+
+ENGINES_DIFFER = 1e-4  # nats a token
+
+
+def searching(folder: Path) -> tuple[list[str], subprocess.Popen[bytes]]:
+    """A search whose own server spans two nodes, once it has said what the second one runs."""
+    flags = (*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK), "--tp-size", "2", "--nnodes", "2")
+    line = search(folder / "out", *flags, "--dist-init-addr", f"127.0.0.1:{free_port()}", objective="kl")
+    log = folder / "said"
+    with log.open("wb") as output:
+        process = subprocess.Popen(line, env=environment(**CORES), stdout=output, stderr=subprocess.STDOUT)
+    end, mark = time.monotonic() + START_TIMEOUT, "with its own --node-rank: python -m "
+    while mark not in log.read_text():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+    said = log.read_text().partition(mark)[2].splitlines()[0]
+    return ["-m", *shlex.split(said)], process
+
+
+@contextmanager
+def the_other_node(line: list[str], log: Path, model: Path | None = None) -> Iterator[Process]:
+    """What a search says that the second node runs, with a port of its own where the first one is the same machine."""
+    if model is not None:
+        line = [*line, "--model-path", str(model)]
+    process = start([LAUNCHER[0], *line, "--port", str(free_port())], log, **CORES)
+    try:
+        yield process
+    finally:
+        kill_group(process)
+
+
+def test_a_search_over_two_nodes_finds_what_it_finds_here(tmp_path: Path) -> None:
+    """A node that is lost ends no search for good: both are started again, and the same command goes on."""
+    line, process = searching(tmp_path)
+    with the_other_node(line, tmp_path / "second") as second:
+        wait_for_evaluations(tmp_path / "out", 8, process)
+        kill_group(second)
+        said, end = tmp_path / "said", time.monotonic() + START_TIMEOUT
+        while "lost http://127.0.0.1" not in said.read_text():
+            assert process.poll() is None and time.monotonic() < end, said.read_text()
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(START_TIMEOUT) == 143
+    evaluated = (tmp_path / "out" / "work" / "journal.jsonl").read_text().count("\n")
+    line, process = searching(tmp_path)
+    with the_other_node(line, tmp_path / "second") as second:
+        assert process.wait(START_TIMEOUT) == 0, (tmp_path / "said").read_text()
+        assert second.wait(START_TIMEOUT) is not None  # it ends with the search
+    journal = (tmp_path / "out" / "work" / "journal.jsonl").read_text()
+    assert evaluated >= 8 and len(set(journal.splitlines())) == journal.count("\n")
+
+    finished([*search(tmp_path / "here", objective="kl"), "--engine", "transformers"])
+    found, wanted = (PatternFile.load(tmp_path / name / "pattern.yaml") for name in ("out", "here"))
+    assert [step.layer for step in found.trajectory] == [step.layer for step in wanted.trajectory]
+    for mine, theirs in zip(found.trajectory, wanted.trajectory, strict=True):
+        assert mine.pattern_loss == pytest.approx(theirs.pattern_loss, abs=ENGINES_DIFFER)
+
+
+def test_a_node_that_loads_another_model_ends_the_search(tmp_path: Path) -> None:
+    """The same architecture and config.json: losses would be of weights that nobody has."""
+    other = shutil.copytree(demo.MODEL, tmp_path / "other")
+    with next(other.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    line, process = searching(tmp_path)
+    with the_other_node(line, tmp_path / "second", other):
+        assert process.wait(START_TIMEOUT) == 2
+    wanted = "rank 1 and rank 0 don't calibrate the same files of a model; expected the same on every node"
+    assert wanted in " ".join((tmp_path / "said").read_text().split())
+    assert not (tmp_path / "out" / "pattern.yaml").exists()
