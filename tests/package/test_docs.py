@@ -96,7 +96,8 @@ def test_paths_in_code_and_pages_exist() -> None:
 @pytest.mark.parametrize("path", [page for page in PAGES if page.stem != "candidates"], ids=name_of)
 def test_scripts_that_pages_run_exist(path: Path) -> None:
     for name in re.findall(r"\bscripts\.[a-z_0-9.]*[a-z_0-9]\b(?!/)", path.read_text()):
-        assert (ROOT / f"{name.replace('.', '/')}.py").is_file() or name == "scripts.run", name
+        place = ROOT / name.replace(".", "/")
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file() or name == "scripts.run", name
     for name in re.findall(r"\bscripts/[\w/]+\.(?:py|sh)\b", path.read_text()):
         assert (ROOT / name).is_file(), name
 
