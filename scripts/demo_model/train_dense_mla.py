@@ -268,7 +268,8 @@ class DenseTrainer(Trainer):
             factor = min(1.0, (self.step - first + 1) / RAMP) if number < len(STAGES) - 1 else 1.0
             if number == len(STAGES) - 1 and end is not None:
                 factor = (end - self.step) / (end - first)
-            factor *= min(1.0, (self.step - self.since + 1) / RAMP)
+            if self.since:
+                factor = min(factor, (self.step - self.since + 1) / RAMP)
             for group, peak in zip(groups, self.peaks, strict=True):
                 group["lr"] = peak * factor
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.processes.bfloat16):

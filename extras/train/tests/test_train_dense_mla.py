@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_train.training.processes import Processes
-from scripts.demo_model import glm, mixture, train_dense_mla
+from scripts.demo_model import dense_model, glm, mixture, train_dense_mla
+from scripts.demo_model.dense_model import check_memory, model_config
 from scripts.demo_model.mixture import TASK, Batches
 from scripts.demo_model.recall import ANSWER, TEXT, UNSCORED
-from scripts.demo_model.train_dense_mla import DenseTrainer, Stage, check_memory, model_config
+from scripts.demo_model.train_dense_mla import DenseTrainer, Stage
 from tests.scripts.small_corpus import VOCAB, write_corpus
 from tests.two_ranks import on_two_ranks
 
@@ -85,7 +86,8 @@ def test_a_killed_training_goes_on_to_the_same_weights(
         found = train(again)
         assert again.step == sum(STEPS) and all(torch.equal(whole[name], found[name]) for name in whole)
     lines = [json.loads(line) for line in (tmp_path / "whole" / "train_log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert [line["step"] for line in lines[:-1]] == list(range(1, 8))
+    assert lines[-1]["text_losses"].keys() == {"train", "evaluation"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").config.model_type == "glm4_moe_lite"
 
 
@@ -160,9 +162,9 @@ def test_nan_ends_before_the_step(corpus: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_missing_memory_is_said_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     config = model_config(16, 512, 8, 8192)
-    monkeypatch.setattr(train_dense_mla, "available", lambda device: int(60e9))
+    monkeypatch.setattr(dense_model, "available", lambda device: int(60e9))
     assert 10 < check_memory(config, 65536, torch.device("cpu")) < 60
-    monkeypatch.setattr(train_dense_mla, "available", lambda device: int(6e9))
+    monkeypatch.setattr(dense_model, "available", lambda device: int(6e9))
     with pytest.raises(SystemExit, match=r"about .* GB are needed, cpu has 6.0 free; expected fewer --batch-tokens"):
         check_memory(config, 65536, torch.device("cpu"))
 
@@ -211,6 +213,7 @@ def ended(rank: int) -> int:
     """Plan the last stage where the clocks of ranks differ."""
     trainer = DenseTrainer.__new__(DenseTrainer)
     trainer.processes = Processes(rank, 2, torch.device("cpu"), False)
+    trainer.most = None
     trainer.step, trainer.ends, trainer.spent = 6, [2, 6, None], [10.0, 10.0 + 30 * rank, 0.0]
     return trainer._last_end(100.0)
 
