@@ -273,3 +273,10 @@ def test_the_glossary_has_the_words_of_the_code() -> None:
     assert all(f"`{name}`" in glossary for name in get_args(Objective))
     strategies = (DOCS / "reference" / "strategies.md").read_text()
     assert all(f"`{name}`" in strategies for name in known_strategies())
+
+
+def test_the_readme_says_what_a_change_must_pass() -> None:
+    ran = re.findall(r'"\$run ((?:--\w+ )?(?:python -m )?pytest(?:[^"\\]|\\.)*)"', (ROOT / ".ci/run").read_text())
+    said = (ROOT / "README.md").read_text()
+    assert len(ran) == 3
+    assert [command for command in ran if "scripts/run.sh " + command.replace("\\", "") not in said] == []
