@@ -127,6 +127,7 @@ def without_an_indexer(model: Path, folder: Path, torn: bool = False) -> Path:
     return folder
 
 
+@pytest.mark.timeout(2000)
 def test_engines_of_one_program(tmp_path: Path) -> None:
     """One after the other and at once: a pattern, none and another model, another pattern."""
     model, moe = (random_models.build(kind, tmp_path / kind) for kind in ("glm-dense", "glm-moe"))
@@ -138,7 +139,7 @@ def test_engines_of_one_program(tmp_path: Path) -> None:
     words = [model, moe, first, second, json.dumps(ARGUMENTS)]
     arguments = [sys.executable, str(tmp_path / "program.py"), *map(str, words)]
     result = subprocess.run(
-        arguments, env=environment(DSA_CPU_RECORD=str(record)), capture_output=True, text=True, timeout=600
+        arguments, env=environment(DSA_CPU_RECORD=str(record)), capture_output=True, text=True, timeout=1800
     )
     lines = [line.removeprefix("SAY ") for line in result.stdout.splitlines() if line.startswith("SAY ")]
     said = {item["name"]: item for item in map(json.loads, lines)}
