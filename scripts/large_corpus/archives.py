@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import shutil
@@ -15,16 +14,11 @@ from pathlib import Path
 
 from scripts.large_corpus.sources import Source
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.io.digest import file_digest
 
 RELEASE = "bookworm"
 MIRROR = "http://deb.debian.org/debian"
 KNOWN = "archives.json"
-
-
-def sha256(path: Path) -> str:
-    """Return the digest of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Archives:
@@ -52,7 +46,9 @@ class Archives:
         files = sorted(item for item in place.iterdir() if item.is_file() and _is_archive(item.name))
         if not files:
             raise SystemExit(f"{source.name}: no archive came, expected one in {place}")
-        found = [{"file": item.name, "bytes": item.stat().st_size, "sha256": sha256(item)} for item in files]
+        found = [
+            {"file": item.name, "bytes": item.stat().st_size, "sha256": file_digest(item).sha256} for item in files
+        ]
         if (expected := known.setdefault(source.name, found)) != found:
             names = ", ".join(item["file"] for item in expected)
             raise SystemExit(f"{source.name}: {place} has other files, expected {names} as {self._known} has them")

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 
 from indexcache_search.workdir.lock import locked
 from scripts.demo_model.corpus import key_words
-from scripts.large_corpus.archives import sha256
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.io.digest import file_digest
 
 MANIFEST, TOKENIZER, SCHEMA = "manifest.json", "tokenizer.json", "indexcache-corpus/v1"
 PARTS = ("train", "evaluation", "packages")
@@ -75,7 +75,7 @@ def write_piece(folder: Path, name: str, ids: np.ndarray, documents: int, charac
 
 def write_manifest(folder: Path, pieces: Sequence[Piece]) -> None:
     """Write the manifest, once all pieces and the tokenizer are there."""
-    tokenizer, rows = sha256(folder / TOKENIZER), [asdict(item) for item in pieces]
+    tokenizer, rows = file_digest(folder / TOKENIZER).sha256, [asdict(item) for item in pieces]
     about = {"schema": SCHEMA, "tokenizer_sha256": tokenizer, "pieces": rows, "sha256": _digest(tokenizer, rows)}
     write_atomically(folder / MANIFEST, json.dumps(about, indent=1) + "\n")
 
@@ -134,7 +134,7 @@ def join(folders: Sequence[Path], output: Path, partial: bool) -> None:
     with locked(output, "scripts.large_corpus join"):
         pieces, expected = read_manifest(_found(folders, MANIFEST))
         tokenizer = _found(folders, TOKENIZER)
-        if (found := sha256(tokenizer)) != expected:
+        if (found := file_digest(tokenizer).sha256) != expected:
             raise SystemExit(f"{tokenizer}: sha256 is {found}, expected {expected}")
         there = [item for item in pieces if any((folder / f"{item.name}.xz").exists() for folder in folders)]
         missing = [item.name for item in pieces if item not in there]

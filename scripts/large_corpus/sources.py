@@ -1,4 +1,4 @@
-"""What the large corpus is made of: packages of Debian and of the Python package index.
+"""List the packages of Debian and of the Python package index that the large corpus is made of.
 
 `deb` is a binary package, `source` the upstream sources of a Debian package, `wheel` and `sdist` pinned archives of the
 Python package index. Their text is for local use, under as many licences; nothing of it is passed on. Debian's mirrors

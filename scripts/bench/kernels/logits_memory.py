@@ -41,7 +41,7 @@ AGREES = 0.02
 
 @dataclass(frozen=True)
 class Variant:
-    """What scores a chunk.
+    """How the rows of a chunk are scored: in blocks, shared out by ranks, or each by itself.
 
     Attributes:
         queries: of a block; 1 without blocks.

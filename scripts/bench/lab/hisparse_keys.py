@@ -1,4 +1,4 @@
-"""What HiSparse has room for without the index keys of S layers: sizes on any machine, and a run on one GPU.
+"""Measure how many tokens HiSparse holds without the index keys of S layers: by sizes alone, or on one GPU.
 
     python -m scripts.bench.lab.hisparse_keys --sizes                   # GLM-5's shapes, SGLang's own arithmetic, CPU
     python -m scripts.bench.lab.hisparse_keys --output build/hisparse-keys                        # one GPU, bfloat16

@@ -1,4 +1,4 @@
-"""What is changed or relied on in SGLang, and the sources of it that were read: 0.5.23, and no other.
+"""Name what this room changes and relies on in SGLang, with digests of the source that was read: 0.5.23 alone.
 
 Index keys of a layer are written and read by its indexer alone. Host pool, swap-in, staging and retraction
 (`HiSparseCoordinator`) move KV and no index keys; there are no prefix hits, since HiSparse asks for

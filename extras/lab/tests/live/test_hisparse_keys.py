@@ -206,7 +206,7 @@ def test_prompts_are_read_alike(model: Path, tmp_path: Path) -> None:
 
 
 def transfers(model: Path) -> list[Any]:
-    """What Mooncake of a prefill server says of a decode server's index keys, and what it would send."""
+    """Return what Mooncake finds wrong with a decode server's index keys, and the layers whose keys it sends."""
     from sglang.srt.disaggregation.base.conn import StateType
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.disaggregation.utils import is_elided_entry
