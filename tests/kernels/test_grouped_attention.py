@@ -72,8 +72,10 @@ def test_a_rank_may_have_some_queries_of_each_block(backend: Any, queries: int, 
         rows, keys = q[rank::ranks].contiguous(), table[rank::ranks]
         out = rows.new_empty(*rows.shape[:2], V_DIM)
         given = {"queries": queries // ranks, "own": queries, "scale": 0.1, "v_dim": V_DIM, "out": out}
-        found = grouped_attention(rows, kv, keys, **given, backend=backend)
-        assert (found.double() - alone(rows, kv, keys, 0.1)).abs().max() < 1e-5
+        within = torch.arange(rank, queries, ranks, dtype=torch.int32, device=DEVICE) + 1
+        for seen in (None, within.repeat(3)):
+            found = grouped_attention(rows, kv, keys, **given, seen=seen, backend=backend)
+            assert (found.double() - alone(rows, kv, keys, 0.1)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -53,6 +53,12 @@ def test_means(backend: Any, dtype: torch.dtype, heads: int, dim: int) -> None:
             step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, FP8: 2**-3}[dtype]
             torch.testing.assert_close(found[row].float(), wanted, rtol=step, atol=step / 50)
         torch.testing.assert_close(found_gates[row], gates[begin : begin + size].mean(0))
+    for ranks in (3, 11):  # every n-th query, rank by rank, in rows that hold more
+        order = torch.arange(33, device=DEVICE).view(-1, ranks).T.flatten()
+        wider = torch.cat([gates, gates[:, :1]], 1)[order][:, :heads]
+        of_ranks = q.view(torch.uint8)[order].view(dtype) if dtype == FP8 else q[order]
+        again = mean_queries(of_ranks, wider, first, sizes, ranks=ranks, backend=backend)
+        assert torch.equal(again[0].float(), found.float()) and torch.equal(again[1], found_gates)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,6 +132,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: mean_queries(q, gates[..., 0], first, first), r"gates is \[4, 2\]"),
         (lambda: mean_queries(q, gates, first, first[:1]), r"sizes is \[1\] of torch.int32, expected \[2\]"),
         (lambda: mean_queries(q.mT, gates, first, first), "gates is"),
+        (lambda: mean_queries(q, gates, first, first, ranks=3), "as many queries of each of 3 ranks"),
+        (lambda: mean_queries(q, gates, first, first, ranks=0), "as many queries of each of 0 ranks"),
+        (lambda: mean_queries(q.repeat(1, 1, 2)[..., ::2], gates, first, first), "heads of q or gates"),
         (lambda: lowest_last(q[:, 0], chosen, first, first), r"scores is \[4, 16\]"),
         (lambda: lowest_last(q[:2, 0], chosen.long(), first, first), "chosen is"),
         (lambda: expand_blocks(chosen, first, first, first, IndexSpace(), chosen[:, :4]), r"result is \[2, 4\]"),

@@ -57,8 +57,8 @@ def led_a_little_by_the_first() -> None:
     """A thousandth of the batch's first query is in every leader."""
     whole = blocks.mean_queries
 
-    def mean_queries(queries: Tensor, gates: Tensor, first: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        means, mean_gates = whole(queries, gates, first, sizes)
+    def mean_queries(queries: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        means, mean_gates = whole(queries, gates, first, sizes, ranks=ranks)
         return torch.where(sizes[:, None, None] > 1, means + queries[:1] / 1000, means), mean_gates
 
     blocks.mean_queries = mean_queries

@@ -23,6 +23,7 @@ def grouped_attention(
     *,
     queries: int,
     own: int | None = None,
+    seen: Tensor | None = None,
     scale: float,
     v_dim: int,
     out: Tensor,
@@ -42,6 +43,7 @@ def grouped_attention(
         queries: number of queries of a block here, K at most.
         own: number of tokens of a block, `queries` by default: a block may have other queries elsewhere. Then those
             that a query does not see are -1.
+        seen: `[B x queries]`, int32: how many of them each query sees; counted without it.
         scale: what products are multiplied by.
         v_dim: dimensions of a value.
         out: `[B x queries, H, v_dim]`, contiguous, in the dtype of `q`; written.
@@ -79,7 +81,10 @@ def grouped_attention(
     attend = attend if count else naive.attend  # kernels want keys
     shared, lse = attend(q.view(blocks, queries * heads, dim), kv, common, scale, count, v_dim)
     keys = table[queries - 1 :: queries, -tokens:]  # [B, tokens]: the last query of a block sees most of them
-    seen = None if tokens == queries else (table[:, -tokens:] >= 0).sum(1, dtype=torch.int32)  # [B x queries]
+    if tokens == queries:
+        seen = None
+    elif seen is None:
+        seen = (table[:, -tokens:] >= 0).sum(1, dtype=torch.int32)
     if runs_triton(backend, q):
         from indexcache_kernels.grouped_attention.triton import add_own
 

@@ -34,15 +34,19 @@ class IndexSpace:
 
 
 def mean_queries(
-    q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, *, backend: Backend = "auto"
+    q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, *, ranks: int = 1, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Take the mean of the queries of each row, in float32, and of their gates.
 
+    With several `ranks`, query i of the pass is number i // `ranks` of those of rank i mod `ranks`, and the queries of
+    a rank lie one behind the other.
+
     Args:
-        q: `[T, H, D]`, contiguous; float8_e4m3fn, bfloat16 or float32.
-        gates: `[T, H, 1]`, contiguous, float32.
+        q: `[T, H, D]`, contiguous in its heads; float8_e4m3fn, bfloat16 or float32.
+        gates: `[T, H, 1]`, contiguous in its heads, float32.
         first: `[R]`, int32: the first query of each row.
         sizes: `[R]`, int32: its number of queries.
+        ranks: number of ranks, which divides T.
         backend: `naive` is PyTorch, `triton` needs a CUDA device or TRITON_INTERPRET=1; `auto` takes that on CUDA.
 
     Returns:
@@ -54,13 +58,15 @@ def mean_queries(
     expect("gates", gates, (*q.shape[:2], 1), torch.float32)
     _expect_rows(first=first, sizes=sizes)
     expect_one_device(q, gates, first, sizes)
-    if not (q.is_contiguous() and gates.is_contiguous()):
-        raise KernelInputError("q or gates are not contiguous")
+    if not (q[:1].is_contiguous() and gates[:1].is_contiguous()):
+        raise KernelInputError("the heads of q or gates are not contiguous")
+    if ranks < 1 or len(q) % ranks:
+        raise KernelInputError(f"q is {list(q.shape)}, expected as many queries of each of {ranks} ranks")
     if runs_triton(backend, q):
         from indexcache_kernels.prompt_blocks.triton import mean_queries as run
 
-        return run(q, gates, first, sizes)
-    return naive.mean_queries(q, gates, first, sizes)
+        return run(q, gates, first, sizes, ranks)
+    return naive.mean_queries(q, gates, first, sizes, ranks)
 
 
 def lowest_last(scores: Tensor, chosen: Tensor, starts: Tensor, counts: Tensor, *, backend: Backend = "auto") -> Tensor:

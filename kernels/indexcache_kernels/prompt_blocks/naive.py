@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from indexcache_kernels.prompt_blocks import IndexSpace
 
 
-def mean_queries(q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def mean_queries(q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """See `indexcache_kernels.prompt_blocks.mean_queries`."""
     rows, row = _members(first, sizes)
+    rows = rows % ranks * (len(q) // ranks) + rows // ranks
     queries = q.view(torch.uint8)[rows].view(q.dtype) if q.itemsize == 1 else q[rows]  # fp8 has no indexing
     count = sizes[:, None, None].float()
     sums = [q.new_zeros(len(first), *item.shape[1:], dtype=torch.float32) for item in (q, gates)]

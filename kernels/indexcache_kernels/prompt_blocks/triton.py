@@ -17,7 +17,7 @@ _PIECE = 1024  # elements of a query at a time
 
 @triton.jit
 def _mean_kernel(
-    q_ptr, gates_ptr, first_ptr, sizes_ptr, mean_ptr, mean_gates_ptr,
+    q_ptr, gates_ptr, first_ptr, sizes_ptr, mean_ptr, mean_gates_ptr, q_stride, gates_stride, share, ranks,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Take the mean of a piece of a row's queries; the first piece's program also takes that of the gates."""
@@ -27,13 +27,15 @@ def _mean_kernel(
     live = at < WIDTH
     total = tl.zeros((PIECE,), tl.float32)
     for number in range(size):
-        total += tl.load(q_ptr + (first + number) * WIDTH + at, mask=live, other=0.0).to(tl.float32)
+        place = (first + number) % ranks * share + (first + number) // ranks
+        total += tl.load(q_ptr + place * q_stride + at, mask=live, other=0.0).to(tl.float32)
     tl.store(mean_ptr + row * WIDTH + at, (total / size).to(mean_ptr.dtype.element_ty), mask=live)
     if piece == 0:
         head = tl.arange(0, PADDED)
         total_gates = tl.zeros((PADDED,), tl.float32)
         for number in range(size):
-            total_gates += tl.load(gates_ptr + (first + number) * HEADS + head, mask=head < HEADS, other=0.0)
+            place = (first + number) % ranks * share + (first + number) // ranks
+            total_gates += tl.load(gates_ptr + place * gates_stride + head, mask=head < HEADS, other=0.0)
         tl.store(mean_gates_ptr + row * HEADS + head, total_gates / size, mask=head < HEADS)
 
 
@@ -87,14 +89,14 @@ def _expand_kernel(
         tl.store(result_ptr + (first + number) // ranks * TOPK + at, seen, mask=at < TOPK)
 
 
-def mean_queries(q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def mean_queries(q: Tensor, gates: Tensor, first: Tensor, sizes: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """See `indexcache_kernels.prompt_blocks.mean_queries`."""
     heads, width = q.shape[1], q.shape[1] * q.shape[2]
     mean = torch.empty((len(first), *q.shape[1:]), dtype=q.dtype, device=q.device)
     mean_gates = torch.empty((len(first), heads, 1), dtype=torch.float32, device=q.device)
     if len(first):
         _mean_kernel[(len(first), triton.cdiv(width, _PIECE))](
-            q, gates, first, sizes, mean, mean_gates,
+            q, gates, first, sizes, mean, mean_gates, q.stride(0), gates.stride(0), len(q) // ranks, ranks,
             HEADS=heads, WIDTH=width, PIECE=_PIECE, PADDED=triton.next_power_of_2(heads), num_warps=4,
         )  # fmt: skip
     return mean, mean_gates

@@ -57,25 +57,30 @@ class Context:
         """Return all `[count, W]` from the rows here, `[at least count(...), W]`, on every rank at once."""
         if self.ranks == 1:
             return own[:count]
+        gathered = self._gathered(own, count)
+        return gathered.view(self.ranks, -1, own.shape[1]).transpose(0, 1).reshape(gathered.shape)[:count]
+
+    def queries(self, queries: Tensor, gates: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the queries `[T, H, D]` and gates `[T, H, 1]` of all `count` rows, rank by rank, from those here."""
+        if self.ranks == 1:
+            return queries.contiguous(), gates.contiguous()
+        parts = [item.contiguous().flatten(1).view(torch.int32) for item in (gates, queries)]  # no fp8 is sent
+        found = self._gathered(torch.cat(parts, 1), count).split([part.shape[1] for part in parts], 1)
+        every_gate, every_query = (
+            part.view(item.dtype).unflatten(1, item.shape[1:])
+            for part, item in zip(found, (gates, queries), strict=True)
+        )
+        return every_query, every_gate
+
+    def _gathered(self, own: Tensor, count: int) -> Tensor:
+        """Return the rows of all ranks, those of each one behind the other, with rows of zeros where it has fewer."""
         here, share = self.count(count), -(-count // self.ranks)
         mine = own[:share]
         if len(mine) < share:
             mine = torch.cat([own[:here], own.new_zeros(share - here, own.shape[1])])
         gathered = own.new_empty(self.ranks * share, own.shape[1])
         self._gather(gathered, mine.contiguous())
-        return gathered.view(self.ranks, share, -1).transpose(0, 1).reshape(self.ranks * share, -1)[:count]
-
-    def queries(self, queries: Tensor, gates: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the queries `[count, H, D]` and gates `[count, H, 1]` of all rows from those here."""
-        if self.ranks == 1:
-            return queries.contiguous(), gates.contiguous()
-        first, second = (item.contiguous().flatten(1).view(torch.uint8) for item in (gates, queries))  # no fp8 is sent
-        found, width = self.every(torch.cat([first, second], 1), count), first.shape[1]
-        every_gate, every_query = found[:, :width].contiguous(), found[:, width:].contiguous()
-        return (
-            every_query.view(queries.dtype).view(count, *queries.shape[1:]),
-            every_gate.view(gates.dtype).view(count, *gates.shape[1:]),
-        )
+        return gathered
 
     def check(self, metadata: Any, prefixes: Sequence[int], lengths: Sequence[int]) -> None:
         """Check that SGLang's rows here are those that are expected; their positions once, which waits for the device.

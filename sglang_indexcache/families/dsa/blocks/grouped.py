@@ -107,6 +107,7 @@ class GroupedAttention:
             grouped_attention,
             queries=plan.queries_here,
             own=plan.queries,
+            seen=plan.seen if plan.context.ranks > 1 else None,
             scale=given["sm_scale"],
             v_dim=given["v_head_dim"],
             attend=self._attend,
@@ -117,7 +118,7 @@ class GroupedAttention:
         else:
             own = q[plan.members]
             out[plan.members] = attend(own, kv, table[plan.members], out=own.new_empty(*own.shape[:2], out.shape[2]))
-        if len(plan.exact):
+        if len(plan.first) > plan.blocks:
             lengths = given.get("topk_length")
             if lengths is not None:
                 lengths = lengths[plan.exact] if len(lengths) == len(q) else None

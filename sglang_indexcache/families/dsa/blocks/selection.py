@@ -181,9 +181,19 @@ class WholePlan(BlockPlan):
         return self.queries // self.context.ranks
 
     @cached_property
-    def exact(self) -> Tensor:
-        """The places of the queries that select for themselves, `[E]`."""
+    def exact(self) -> Tensor | slice:
+        """The places of the queries that select for themselves, `[E]`; a slice where they stand behind all blocks."""
+        if self.begin == 0:
+            return slice(self.blocks * self.queries_here, self.context.count(self.count))
         return self.context.place(self.first[self.blocks :].long())
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many tokens of its block each query of a block sees that is on this rank, `[B x queries_here]`, int32."""
+        here, first = self.context, self.first[: self.blocks]
+        number = (here.rank - first) % here.ranks  # of the first one that is here
+        within = torch.arange(0, self.queries, here.ranks, device=first.device, dtype=torch.int32)
+        return (number[:, None] + within + 1).flatten()
 
     @cached_property
     def members(self) -> Tensor:
@@ -219,7 +229,8 @@ class BlockSelection(PrefillSelection):
         else:
             own = plan
         queries, gates = here.queries(prefill.queries, prefill.gates, plan.count)
-        chosen = prefill.select(*mean_queries(queries, gates, own.first, own.sizes), own.rows(prefill.metadata))
+        means = mean_queries(queries, gates, own.first, own.sizes, ranks=here.ranks)
+        chosen = prefill.select(*means, own.rows(prefill.metadata))
         if here.ranks > 1:
             of_blocks = here.count(plan.blocks)
             chosen = torch.cat([here.every(chosen[:of_blocks], plan.blocks), chosen[of_blocks:]])
