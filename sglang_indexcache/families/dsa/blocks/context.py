@@ -64,12 +64,10 @@ class Context:
         """Return the queries `[T, H, D]` and gates `[T, H, 1]` of all `count` rows, rank by rank, from those here."""
         if self.ranks == 1:
             return queries.contiguous(), gates.contiguous()
-        parts = [item.contiguous().flatten(1).view(torch.int32) for item in (gates, queries)]  # no fp8 is sent
-        found = self._gathered(torch.cat(parts, 1), count).split([part.shape[1] for part in parts], 1)
-        every_gate, every_query = (
-            part.view(item.dtype).unflatten(1, item.shape[1:])
-            for part, item in zip(found, (gates, queries), strict=True)
-        )
+        first, second = (item.contiguous().flatten(1).view(torch.int32) for item in (gates, queries))  # no fp8 is sent
+        found, width = self._gathered(torch.cat([first, second], 1), count), first.shape[1]
+        every_gate = found[:, :width].view(gates.dtype).view(-1, *gates.shape[1:])
+        every_query = found[:, width:].view(queries.dtype).view(-1, *queries.shape[1:])
         return every_query, every_gate
 
     def _gathered(self, own: Tensor, count: int) -> Tensor:
