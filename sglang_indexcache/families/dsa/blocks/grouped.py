@@ -68,7 +68,8 @@ class GroupedAttention:
                 guarded = partial(refusing_around(replacement), sglangs)
                 self._placed[name] = guarded
                 setattr(backend, name, guarded)
-        self._extend_signature = inspect.signature(getattr(type(backend), EXTEND))
+        names = list(inspect.signature(getattr(type(backend), EXTEND)).parameters)[1:]
+        self._layer, self._batch = names.index("layer"), names.index("forward_batch")
         self._backend = backend
         setattr(backend, _PLACE, self)
 
@@ -78,8 +79,8 @@ class GroupedAttention:
 
     def _extend(self, sglangs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Note with which blocks a layer attends (around `forward_extend`)."""
-        given = self._extend_signature.bind(self._backend, *args, **kwargs).arguments
-        layer, batch = given["layer"].layer_id, given["forward_batch"]
+        layer = (kwargs["layer"] if "layer" in kwargs else args[self._layer]).layer_id
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[self._batch]
         selecting = self.selecting.get(layer)
         self._plan = None if selecting is None else plan_for(batch, selecting)
         if self.exact is not None and layer in self.alone:
@@ -107,7 +108,7 @@ class GroupedAttention:
             grouped_attention,
             queries=plan.queries_here,
             own=plan.queries,
-            seen=plan.seen if plan.context.ranks > 1 else None,
+            seen=plan.seen,
             scale=given["sm_scale"],
             v_dim=given["v_head_dim"],
             attend=self._attend,
@@ -124,7 +125,8 @@ class GroupedAttention:
                 lengths = lengths[plan.exact] if len(lengths) == len(q) else None
             rows = {"q_all": q[plan.exact], "page_table_1": table[plan.exact], "topk_length": lengths}
             out[plan.exact] = sglangs(**given | rows)
-        out[plan.context.count(plan.count) :] = 0  # rows of padding
+        if (here := plan.context.count(plan.count)) < len(out):
+            out[here:] = 0  # rows of padding
         return out
 
 

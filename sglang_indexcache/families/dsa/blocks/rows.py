@@ -72,7 +72,8 @@ class Prefill:
             return given
         rows = len(self._arguments["q_fp8"])
         made = torch.empty((rows, index_topk), device=self.queries.device, dtype=torch.int32)
-        made[self.count :] = -1
+        if self.count < rows:
+            made[self.count :] = -1
         return made
 
     @property

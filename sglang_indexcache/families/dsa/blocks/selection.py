@@ -76,26 +76,25 @@ class BlockPlan:
     All layers of the pass that select in such blocks have one plan.
 
     Args:
-        columns: `[3, R]`, int32: the first query of each row, its number of queries (Q or 1), and the position of the
-            first query of a block (0 for others).
-        context: which queries are on this rank.
+        columns: `[4, R]`, int32: the first query of each row, its number of queries (Q or 1), the position of the first
+            query of a block (0 for others), and the place of a query of its request that is on this rank.
 
     Attributes:
         layers: the layers that have selected with this plan.
     """
 
     columns: Tensor
-    context: Context = ONE_RANK
     first: Tensor = field(init=False)
     sizes: Tensor = field(init=False)
     begins: Tensor = field(init=False)
+    places: Tensor = field(init=False)
     layers: set[int] = field(default_factory=set)
     _rows: _BlockRows | None = None
     _space: IndexSpace | None = None
     _own: BlockPlan | None = None
 
     def __post_init__(self) -> None:
-        self.first, self.sizes, self.begins = self.columns
+        self.first, self.sizes, self.begins, self.places = self.columns
 
     def rows(self, metadata: Any) -> _BlockRows:
         """Return the metadata of these rows; the first layer of the pass makes its tensors."""
@@ -113,13 +112,12 @@ class BlockPlan:
     def own(self, rows: Tensor) -> BlockPlan:
         """Return the plan of those of these rows that this rank selects for, for all layers of the pass."""
         if self._own is None:
-            self._own = BlockPlan(self.columns[:, rows], self.context)
+            self._own = BlockPlan(self.columns[:, rows])
         return self._own
 
     def _like(self, metadata: Any) -> tuple[Tensor, Tensor]:
         """Return for each row the place of one of its request that is here, and SGLang's number of the request here."""
-        places = self.context.place(self.first.long())
-        return places, metadata.get_token_to_batch_idx()[places]
+        return self.places, metadata.get_token_to_batch_idx()[self.places]
 
 
 @dataclass(eq=False)
@@ -127,16 +125,24 @@ class WholePlan(BlockPlan):
     """The plan of all rows of a pass: B blocks, then the E queries that select for themselves and are on this rank.
 
     Attributes:
+        context: which queries are on this rank.
         queries: number of queries of a block, Q.
         blocks: number of blocks, B.
         count: number of queries of the pass.
         begin: the place of the first query of the first block, if all blocks are contiguous; else `None`.
+        mine: the plan of the rows that this rank of context parallelism selects for: every n-th block, and the other
+            queries.
+        seen: `[B x queries_here]`, int32: how many tokens of its block each query of a block sees that is on this rank,
+            if all do not see up to themselves.
     """
 
+    context: Context = ONE_RANK
     queries: int = 0
     blocks: int = 0
     count: int = 0
     begin: int | None = None
+    mine: BlockPlan | None = None
+    seen: Tensor | None = None
 
     @classmethod
     def of(
@@ -152,8 +158,8 @@ class WholePlan(BlockPlan):
         ends = [0, *(row for run in runs for row in (run.row, run.row + run.count * queries)), count]
         alone = [here.among(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
         rows = blocks + sum(map(len, alone))
-        columns = torch.zeros(3, rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-        first, sizes, begins = columns
+        columns = torch.zeros(4, rows, dtype=torch.int32)
+        first, sizes, begins, places = columns
         sizes[:blocks], sizes[blocks:] = queries, 1
         at = 0
         for run in runs:
@@ -165,15 +171,16 @@ class WholePlan(BlockPlan):
             after = at + len(exact)
             torch.arange(exact.start, exact.start + len(exact) * exact.step, exact.step, out=first[at:after])
             at = after
-        together = here.place(runs[0].row) if len(runs) == 1 else None
-        on_device = columns.to(device, non_blocking=True)
-        return cls(on_device, here, queries=queries, blocks=blocks, count=count, begin=together)
-
-    @cached_property
-    def chosen_here(self) -> Tensor:
-        """The rows that this rank of context parallelism selects for: every n-th block, and the other queries."""
-        here, rows = self.context, torch.arange(self.columns.shape[1], device=self.columns.device)
-        return torch.cat([rows[: self.blocks][here.rank :: here.ranks], rows[self.blocks :]])
+        places.copy_(here.place(first))
+        given: dict[str, Any] = {"context": here, "queries": queries, "blocks": blocks, "count": count}
+        given["begin"] = here.place(runs[0].row) if len(runs) == 1 else None
+        if here.ranks == 1:
+            return cls(_sent([columns], device)[0], **given)
+        mine = torch.cat([columns[:, :blocks][:, here.rank :: here.ranks], columns[:, blocks:]], 1)
+        number = torch.arange(0, queries, here.ranks, dtype=torch.int32)
+        seen = (here.rank - first[:blocks]).remainder(here.ranks)[:, None] + number + 1
+        columns, mine, seen = _sent([columns, mine, seen], device)
+        return cls(columns, **given, mine=BlockPlan(mine), seen=seen.flatten())
 
     @property
     def queries_here(self) -> int:
@@ -185,21 +192,13 @@ class WholePlan(BlockPlan):
         """The places of the queries that select for themselves, `[E]`; a slice where they stand behind all blocks."""
         if self.begin == 0:
             return slice(self.blocks * self.queries_here, self.context.count(self.count))
-        return self.context.place(self.first[self.blocks :].long())
-
-    @cached_property
-    def seen(self) -> Tensor:
-        """How many tokens of its block each query of a block sees that is on this rank, `[B x queries_here]`, int32."""
-        here, first = self.context, self.first[: self.blocks]
-        number = (here.rank - first) % here.ranks  # of the first one that is here
-        within = torch.arange(0, self.queries, here.ranks, device=first.device, dtype=torch.int32)
-        return (number[:, None] + within + 1).flatten()
+        return self.places[self.blocks :].long()
 
     @cached_property
     def members(self) -> Tensor:
         """The places of the queries of the blocks, block by block, `[B x queries_here]`."""
         within = torch.arange(self.queries_here, device=self.first.device)
-        return (self.context.place(self.first[: self.blocks].long())[:, None] + within).flatten()
+        return (self.places[: self.blocks].long()[:, None] + within).flatten()
 
 
 class BlockSelection(PrefillSelection):
@@ -220,14 +219,10 @@ class BlockSelection(PrefillSelection):
         plan = self._plan(prefill)
         if plan is None:
             return super()._select(prefill)
-        here, part = prefill.context, None
-        if here.ranks > 1:
-            own = plan.own(plan.chosen_here)
-        elif self.shards.pays(len(plan.first), prefill.keys):
+        here, part, own = prefill.context, None, plan.mine or plan
+        if here.ranks == 1 and self.shards.pays(len(plan.first), prefill.keys):
             part = self.shards.part(len(plan.first), plan.first.device, prefill.kept)
             own = plan.own(part.own)
-        else:
-            own = plan
         queries, gates = here.queries(prefill.queries, prefill.gates, plan.count)
         means = mean_queries(queries, gates, own.first, own.sizes, ranks=here.ranks)
         chosen = prefill.select(*means, own.rows(prefill.metadata))
@@ -256,6 +251,14 @@ class BlockSelection(PrefillSelection):
                 plan = WholePlan.of(blocks, prefill.lengths, self.queries, device, prefill.context)
             plans[key] = of_pass, plan
         return plans[key][1]
+
+
+def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return int32 tensors on a device, in one copy that nobody waits for."""
+    whole = torch.cat([item.flatten() for item in tensors])
+    whole = (whole.pin_memory() if device.type == "cuda" else whole).to(device, non_blocking=True)
+    parts = torch.split(whole, [item.numel() for item in tensors])
+    return [part.view(item.shape) for part, item in zip(parts, tensors, strict=True)]
 
 
 def plan_for(forward_batch: Any, layer: int) -> WholePlan | None:
