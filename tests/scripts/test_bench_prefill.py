@@ -60,6 +60,7 @@ class Engine:
             time.sleep(0.0002)
             for index in range(len(prompts)):
                 meta = {"completion_tokens": step, "cached_tokens": cached[index]}
+                meta |= {"spec_accept_length": 2.5} if self.arguments.get("drafts") else {}
                 yield {"meta_info": meta, **({"index": index} if several else {})}
 """
 TORCH = """
@@ -113,11 +114,14 @@ def test_prompts_of_decoding_alone_are_read_once(
 ) -> None:
     """All engines have the prefix cache then, and prompts of other cells are not found in it."""
     engine = ("--engine", '{"disable_radix_cache": true}', "--lengths", "30", "--decode-only", "3x30")
-    code, found = run(monkeypatch, tmp_path, *engine, "plain", 'small=plain ++ {"disable_radix_cache": true}')
-    assert code == 0 and set(found["plain"]["times"]["3x30"]) == {"decode_ms", "cached"}
+    small, drafts = 'small=plain ++ {"disable_radix_cache": true}', 'drafts=plain ++ {"drafts": true}'
+    code, found = run(monkeypatch, tmp_path, *engine, "plain", small, drafts)
+    assert code == 0 and set(found["plain"]["times"]["3x30"]) == {"decode_ms", "cached", "accepted"}
     assert found["plain"]["times"]["3x30"]["cached"] == [1, 1] and found["small"]["times"]["3x30"]["cached"] == [0, 0]
+    assert found["drafts"]["times"]["3x30"]["accepted"] == [2.5, 2.5]
     printed = capsys.readouterr().out
     assert "100% cached, 2 rounds" in printed and "0% cached, READ ANEW" in printed
+    assert "100% cached, 2.50 tokens a step, 2 rounds" in printed
 
 
 def test_the_limit_ends_a_run_that_hangs(

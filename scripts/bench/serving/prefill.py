@@ -11,9 +11,10 @@ and the others go on; after `--limit` seconds what was measured so far is printe
 and the exit code is 1 if anything is missing.
 
 Prints medians, the spread of the rounds, and how often each is as fast as the first one. Cells of `--decode-only` are
-read once and then found in the prefix cache, which all engines then have: a step is timed alone, and what was cached
-stands beside it. `--profile` also counts the kernels of one prompt, by kind. What an engine prints goes to a log beside
-`--output`. Engines on one GPU share its memory: bound `max_total_tokens`.
+read once and then found in the prefix cache, which all engines then have: a token is timed alone, and what was cached
+stands beside it, and how many tokens a step gave where drafts were accepted. `--profile` also counts the kernels of one
+prompt, by kind. What an engine prints goes to a log beside `--output`. Engines on one GPU share its memory: bound
+`max_total_tokens`.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Bench:
 
     def _cell(self, cell: str, *, alone: bool) -> None:
         """Time one cell on all engines, in turns; print and write it."""
-        kinds = ("decode_ms", "cached") if alone else ("prefill_ms", "decode_ms")
+        kinds = ("decode_ms", "cached", "accepted") if alone else ("prefill_ms", "decode_ms")
         try:
             for turn in range(self._options.rounds + 1):  # the first one warms up
                 self._limit.left(1)
@@ -250,8 +251,8 @@ def timed(
     seed = 0 if alone else turn
     ids = [prompt(int(length), seed + number, vocabulary) for number in range(int(requests or 1))]
     if alone:
-        _, each, cached = several(engine, ids, STEPS_ALONE)
-        return {"decode_ms": 1e3 * each, "cached": cached}
+        _, each, cached, accepted = several(engine, ids, STEPS_ALONE)
+        return {"decode_ms": 1e3 * each, "cached": cached, "accepted": accepted}
     first, each = stream(engine, ids[0], STEPS) if len(ids) == 1 else several(engine, ids, STEPS)[:2]
     return {"prefill_ms": 1e3 * first, "decode_ms": 1e3 * each}
 
@@ -262,22 +263,23 @@ def prompt(length: int, seed: int, vocabulary: int = 30000) -> list[int]:
     return [rng.randrange(10, vocabulary) for _ in range(length)]
 
 
-def several(engine: Any, ids: list[list[int]], steps: int) -> tuple[float, float, float]:
+def several(engine: Any, ids: list[list[int]], steps: int) -> tuple[float, float, float, float]:
     """Time requests that are sent at once.
 
     Returns:
-        Seconds until all have their first token, seconds of each later step, and the smallest share of a prompt that
-        was in the prefix cache.
+        Seconds until all have their first token, seconds of each later token, the smallest share of a prompt that was
+        in the prefix cache, and tokens of a step, more than one where drafts were accepted.
 
     Raises:
         ValueError: if no tokens come while all are decoded.
     """
-    begin, seen, cached = time.perf_counter(), defaultdict(list), {}
+    begin, seen, cached, accepted = time.perf_counter(), defaultdict(list), {}, {}
     parameters = {"temperature": 0, "max_new_tokens": steps, "ignore_eos": True}
     for answer in engine.generate(input_ids=ids, sampling_params=parameters, stream=True):
         index, meta = answer.get("index", 0), answer["meta_info"]
         seen[index].append((time.perf_counter() - begin, meta["completion_tokens"]))
         cached[index] = meta["cached_tokens"] / len(ids[index])
+        accepted[index] = meta.get("spec_accept_length") or 1.0
     if len(seen) != len(ids):
         raise ValueError(f"{len(seen)} of {len(ids)} requests were answered")
     last = max(times[0][0] for times in seen.values())
@@ -286,7 +288,8 @@ def several(engine: Any, ids: list[list[int]], steps: int) -> tuple[float, float
     after = max(steady, key=len)
     if len(after) < 2 or after[-1][1] == after[0][1]:
         raise ValueError(f"no tokens while all {len(ids)} requests are decoded; expected a larger max_running_requests")
-    return last, (after[-1][0] - after[0][0]) / (after[-1][1] - after[0][1]), min(cached.values())
+    each = (after[-1][0] - after[0][0]) / (after[-1][1] - after[0][1])
+    return last, each, min(cached.values()), statistics.mean(accepted.values())
 
 
 def give(result: dict[str, Any]) -> None:
@@ -308,6 +311,8 @@ def table(results: dict[str, dict[str, Any]], cell: str) -> None:
         if "cached" in times:
             cached = min(times["cached"])
             parts.append(f"{cached:.0%} cached" + ("" if cached >= CACHED else ", READ ANEW: the cache is too small"))
+            if (accepted := statistics.mean(times["accepted"])) > 1:
+                parts.append(f"{accepted:.2f} tokens a step")
         rounds = len(times["decode_ms"])
         print(f"{cell:>9} {name:<24} {', '.join(parts)}, {rounds} rounds: {', '.join(gains)}", flush=True)
 
