@@ -84,6 +84,15 @@ def test_models_of_a_known_shape_have_the_prices_of_their_architecture(architect
     assert column(smaller, ignored) == prices
 
 
+def test_a_whole_model_has_the_table_of_the_whole() -> None:
+    """Its prompt has experts and all-reduces, too; a model of another shape, with as many layers, has no such table."""
+    table = table_of(described("GlmMoeDsaForCausalLM", num_hidden_layers=78))
+    assert table is not None and table.name == "glm-5-tp8-h200" and table.whole is not None
+    assert table_of(described("GlmMoeDsaForCausalLM", num_hidden_layers=77)) == LatencyTable.load("glm-5-tp8")
+    with pytest.raises(SearchError, match=r"the times of glm-5-tp8 .* index_n_heads 64, not 32"):
+        table_of(described("GlmMoeDsaForCausalLM", num_hidden_layers=78, index_n_heads=64))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

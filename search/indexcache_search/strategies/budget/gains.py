@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from indexcache_search.results.tables import tokens
-from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE
-from indexcache_search.strategies.budget.table import LatencyTable, known
+from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, whole_tables
+from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.pattern_file.known import Gains, KnownPattern
@@ -24,9 +24,8 @@ def tables_for(architecture: str, pattern: Pattern) -> list[LatencyTable]:
     """Return the tables of the shape that an architecture has by default, with as many layers as the pattern."""
     usual = family_of(architecture).checkpoint.keys[architecture].defaults
     model = describe({**usual, "architectures": [architecture], "num_hidden_layers": len(pattern)}, architecture)
-    fitting = [table for table in map(LatencyTable.load, known()) if not table.unlike(model)]
-    whole = [table for table in fitting if table.whole is not None and table.whole.layers == len(pattern)]
-    return whole or [table for table in fitting if table.name == BY_ARCHITECTURE.get(architecture)]
+    table = LatencyTable.load(BY_ARCHITECTURE[architecture]) if architecture in BY_ARCHITECTURE else None
+    return whole_tables(model) or ([] if table is None or table.unlike(model) else [table])
 
 
 def line_of(table: LatencyTable, pattern: Pattern) -> str:

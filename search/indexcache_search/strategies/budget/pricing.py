@@ -10,7 +10,7 @@ from indexcache_search import demo
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import Place
 from indexcache_search.strategies.budget.layers import Prices
-from indexcache_search.strategies.budget.table import LatencyTable
+from indexcache_search.strategies.budget.table import LatencyTable, known
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.checkpoint.checkpoint import read_config
 from sglang_indexcache.families import describe
@@ -26,7 +26,7 @@ def table_of(model: ModelLayers, named: str | None = None) -> LatencyTable | Non
     Args:
         model: description of the model.
         named: name or file of a table, which is taken whatever the model's shape is. Without it the demo's model has
-            the one of the models that it stands in for, and others that of their architecture.
+            the one of the models that it stands in for, and others that of the whole model, or of their architecture.
 
     Raises:
         SearchError: if there is no table of that name, or the architecture's is of another shape than the model.
@@ -35,6 +35,8 @@ def table_of(model: ModelLayers, named: str | None = None) -> LatencyTable | Non
         return LatencyTable.load(named)
     if model.config_sha256 == _demo_sha256():
         return LatencyTable.load(demo.TIMED_AS)
+    if whole := whole_tables(model):
+        return whole[0]
     name = BY_ARCHITECTURE.get(model.architecture)
     if name is None:
         return None
@@ -45,6 +47,14 @@ def table_of(model: ModelLayers, named: str | None = None) -> LatencyTable | Non
             f" its shape, or prices={name} to reckon by that one all the same"
         )
     return table
+
+
+def whole_tables(model: ModelLayers) -> list[LatencyTable]:
+    """Return the package's tables of a whole model of this shape and with as many layers, by name."""
+    tables = map(LatencyTable.load, known())
+    return [
+        table for table in tables if table.whole and table.whole.layers == len(model.layers) and not table.unlike(model)
+    ]
 
 
 def priced(model: ModelLayers, table: LatencyTable, context: int, place: Place = ANYWHERE) -> Prices:
