@@ -103,7 +103,7 @@ def hit(seen: list[Moment], first: float, end: float) -> float:
     ("kind", "name", "layers", "seed"),
     [
         (Machine, "lazy", 30, 1),
-        (Machine, "lazy", 47, 2),
+        pytest.param(Machine, "lazy", 47, 2, marks=pytest.mark.slow),
         (TwoServers, "lazy", 30, 3),
         (Machine, "greedy", 16, 4),
         (Machine, "exhaustive", 10, 5),
