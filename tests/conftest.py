@@ -88,9 +88,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of those files."""
+    """Mark the tests of those files, but for slow ones: they repeat others."""
     for item in items:
-        if item.path.stem in NEWEST:
+        if item.path.stem in NEWEST and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.newest)
 
 
