@@ -360,9 +360,3 @@ def test_mistakes_are_answered_before_anything_large_is_imported(tmp_path: Path)
     asked = [sys.executable, "-c", ASK, json.dumps(MISTAKES)]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_search_imports_models_of_transformers_only_where_it_runs_them() -> None:
-    """They take seconds, before each dry run and each search in SGLang."""
-    code = "import sys, indexcache_search.searching.run; assert 'transformers.modeling_utils' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
