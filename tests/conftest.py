@@ -73,10 +73,24 @@ def _prepare_triton() -> None:
         del os.environ["TRITON_INTERPRET"]
 
 
+def left_out(file: Path, asked: str) -> bool:
+    """Whether a file has no test of the marker `newest` or `sglang`, without importing it."""
+    listed = asked == "newest" and file.stem in NEWEST
+    return not listed and f"mark.{asked}" not in file.read_text()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for nothing: all of them take each process 10 to 30 seconds."""
+    asked, _, _ = config.option.markexpr.partition(" and ")
+    if asked not in ("newest", "sglang") or not collection_path.match("test_*.py"):
+        return None
+    return left_out(collection_path, asked) or None  # `None` leaves it to others
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of those files."""
+    """Mark the tests of those files, but for slow ones: they repeat others."""
     for item in items:
-        if item.path.stem in NEWEST:
+        if item.path.stem in NEWEST and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.newest)
 
 

@@ -12,6 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,14 +22,19 @@ _IMPORTED = ["datasets", "matplotlib.backends.backend_svg", "indexcache_train.di
 _IMPORTED += ["indexcache_search.searching.run", "indexcache_search.report.search"]
 
 
+def fork_server() -> ForkServerContext:
+    """The one of this process: what it has imported when it starts, everything that it forks has."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_IMPORTED)
+    return server
+
+
 def forked(
     module: str, words: Sequence[object], *, stdout: str = os.devnull, stderr: str = os.devnull, **environment: str
 ) -> BaseProcess:
     """Start `python -m module words`; what it prints goes to the end of these files."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(_IMPORTED)
     everything = {**os.environ, **environment}
-    process = server.Process(target=_run, args=(module, [*map(str, words)], stdout, stderr, everything))
+    process = fork_server().Process(target=_run, args=(module, [*map(str, words)], stdout, stderr, everything))
     process.start()
     return process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scripts.tools.inprocess import new_thread_pool
+from tests.forked import fork_server
 
 RANKS = 2
 _SECONDS = 300
@@ -22,8 +22,7 @@ _SECONDS = 300
 
 def on_two_ranks(function: Callable[..., Any], folder: Path, *arguments: Any, ranks: int = RANKS) -> list[Any]:
     """Call `function(rank, *arguments)` in as many processes, and return what each returned."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([function.__module__])
+    server = fork_server()
     processes = [server.Process(target=_run, args=(function, folder, rank, ranks, arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -187,7 +187,7 @@ def on_gloo(rank: int, ranks: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_that_talk_by_gloo(ranks: int, tmp_path: Path) -> None:
     parts = on_two_ranks(on_gloo, tmp_path, ranks, ranks=ranks)
     wanted = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.hf.loading import describe_model, load_tokenizer
 from sglang_indexcache import Pattern
-from tests.live.server import Server, environment, running
+from tests.live.server import Process, Server, kill_group, running, start
 
 MODEL = describe_model(str(demo.MODEL))
 CHUNK, LENGTH = 64, 192
@@ -90,13 +89,16 @@ def search(folder: Path, *arguments: str, objective: str = "nll") -> list[str]:
     ]
 
 
-def finished(arguments: list[str]) -> str:
-    result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+def finished(arguments: list[str], log: Path) -> None:
+    """Run a command that ends well; what it prints is in `log`."""
+    process = start(arguments, log)
+    try:
+        assert process.wait(900) == 0, log.read_text()[-2000:]
+    finally:
+        kill_group(process)
 
 
-def wait_for_evaluations(folder: Path, number: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for_evaluations(folder: Path, number: int, process: Process) -> None:
     journal = folder / "work" / "journal.jsonl"
     while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < number):
         time.sleep(0.05)

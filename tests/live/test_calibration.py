@@ -48,7 +48,7 @@ from tests.live.calibrating import (
     single,
     wait_for_evaluations,
 )
-from tests.live.server import FLAGS, Server, command, ended, environment, running
+from tests.live.server import FLAGS, Server, command, ended, environment, running, start
 
 __all__ = ["given_back", "server", "single"]
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("given_back")]
@@ -56,6 +56,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("given_back")]
 CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # of the ranks of a replica; all replicas take the same ones
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 ENGINES_DIFFER = 1e-4  # nats a token
+OWN = (*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK))  # of a server that a search starts
 FULL_UNTIL = 14  # F layers that the trajectories end with: 29 evaluations
 
 
@@ -257,7 +258,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
     server: Server, single: TokenSet, expected: list[tuple[int, dict[int, float]]], tmp_path: Path
 ) -> None:
     whole, resumed, shared = tmp_path / "whole", tmp_path / "resumed", tmp_path / "shared"
-    finished(search(whole, "--endpoint", server.url))
+    finished(search(whole, "--endpoint", server.url), tmp_path / "said")
     wanted = (whole / "pattern.yaml").read_bytes()
 
     arguments = search(resumed, "--endpoint", server.url)
@@ -265,7 +266,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
     wait_for_evaluations(resumed, 8, process)
     process.kill()
     process.wait()
-    finished(arguments)
+    finished(arguments, tmp_path / "said")
     assert (resumed / "pattern.yaml").read_bytes() == wanted
 
     with running(demo.MODEL, tmp_path / "log", *CALIBRATE) as second:
@@ -283,8 +284,7 @@ def test_two_servers_and_kills_end_in_the_identical_file(
 
 def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     """Unknown options go to the server, which ends with the search."""
-    flags = [*FLAGS, "--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK)]
-    process = subprocess.Popen(search(tmp_path / "out", *flags, objective="kl"), env=environment())
+    process = start(search(tmp_path / "out", *OWN, objective="kl"), tmp_path / "said")
     wait_for_evaluations(tmp_path / "out", 1, process)
     log = (tmp_path / "out" / "work" / "server.log").read_text()
     port = int(re.findall(r"running on http://127\.0\.0\.1:(\d+)", log)[0])
@@ -310,7 +310,11 @@ def test_a_search_with_a_server_of_its_own(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "work" / "server.log").read_text()
     assert "indexcache: serving FFFF" in log
 
-    arguments = search(tmp_path / "out", *flags, "--tp-size", "none", "--restart")
+
+@pytest.mark.slow
+def test_a_server_of_its_own_that_does_not_start_ends_a_search(tmp_path: Path) -> None:
+    """As with the stand-ins of tests/core/test_secrets.py."""
+    arguments = search(tmp_path / "out", *OWN, "--tp-size", "none")
     result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=600)
     assert result.returncode == 2 and "SGLang ended with exit code 2" in result.stderr
     assert "Traceback" not in result.stderr

@@ -9,7 +9,6 @@ import json
 import operator
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,9 +46,7 @@ DATA_PARALLEL = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 CONTEXT = ("--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
 STEPS = 8
 INDEX_KEY = 128 + 4  # bytes of a token in a layer: the key in fp8, and its scale
-# Drafts and contexts are handled by Triton kernels, whose interpreter must be asked for before Triton is imported.
-INTERPRETED = {"TRITON_INTERPRET": "1"}
-FRESH = (sys.executable, "-u", *LAUNCHER[1:])
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # drafts and contexts are handled by Triton kernels
 TARGET, DRAFT = {"extend", "target verify"}, {"extend", "decode", "draft extend"}
 
 
@@ -165,8 +162,7 @@ def test_it_serves_what_it_serves_alone(
     cell: str, folder: Path, flags: tuple[str, ...], expected: Expected, tmp_path: Path
 ) -> None:
     more, kinds = CELLS[cell]
-    launcher, changes = how(more)
-    with running(folder, tmp_path / "log", *flags, *more, launcher=launcher, **changes) as server:
+    with running(folder, tmp_path / "log", *flags, *more, **how(more)) as server:
         check(server, expected, kinds)
 
 
@@ -214,8 +210,7 @@ FAULTS = {
 )
 def test_an_indexer_that_runs_otherwise_ends_the_server(fault: str, folder: Path, flags: tuple[str, ...]) -> None:
     more, line = FAULTS[fault]
-    launcher, changes = how(more)
-    code, lines = ended(command(folder, *flags, *more, launcher=launcher), DSA_CPU_BREAK=fault, **changes)
+    code, lines = ended(command(folder, *flags, *more), DSA_CPU_BREAK=fault, **how(more))
     assert code != 0 and set(lines) == {f"indexcache: {line}"}
 
 
@@ -256,7 +251,7 @@ def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tup
         assert {*after["passes"]} - {SHORT} == {"decode", "extend"} and "to_come" not in after
 
 
-def how(more: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
-    """Launcher and environment of a server with these flags."""
-    launcher, changes = (FRESH, INTERPRETED) if {DRAFTS[0], CONTEXT[2]} & {*more} else (LAUNCHER, dict[str, str]())
-    return launcher, changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})
+def how(more: Sequence[str]) -> dict[str, str]:
+    """The environment of a server with these flags."""
+    changes = INTERPRETED if {DRAFTS[0], CONTEXT[2]} & {*more} else {}
+    return changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})

@@ -23,8 +23,10 @@ from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.variant import NAMED, Variant
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
 from sglang_indexcache.http.address import Address
 from tests.live.server import running
+from tests.live.test_server import states
 
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 pytestmark = pytest.mark.sglang
@@ -75,9 +77,12 @@ def test_two_servers_are_compared_as_transformers_compares_their_patterns(tmp_pa
     assert "speed" not in here
 
 
-def test_speed_needs_no_tokenizer_and_nothing_of_a_prefix_cache(tmp_path: Path) -> None:
-    """The server keeps its prefix cache: a prompt that was sent before is refused as a measurement."""
+def test_a_server_without_a_pattern(tmp_path: Path) -> None:
+    """It has nothing of ours; speed needs no tokenizer, and a prompt that was sent before is none to be timed."""
+    file = write_pattern(PATTERN, demo.MODEL, tmp_path / "pattern.yaml")
     with running(demo.MODEL, tmp_path / "log", "--skip-tokenizer-init", launcher=PLAIN) as server:
+        assert states(server) == [None]
+        assert check_main([file, "--server", server.url]) == 1
         address, prompt = Address.of(server.url), list(range(10, 330))
         load = Load(context=320, concurrency=2, output_tokens=6, turns=5)
         check([address], [load])

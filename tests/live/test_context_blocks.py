@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -20,13 +19,12 @@ from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from tests.live.reference import load_reference
-from tests.live.server import LAUNCHER, REQUEST_TIMEOUT, running
+from tests.live.server import REQUEST_TIMEOUT, running
 from tests.live.test_blocks import check_blocks
 from tests.live.test_server import states
 
 pytestmark = pytest.mark.sglang
 
-FRESH = (sys.executable, "-u", *LAUNCHER[1:])  # Triton's interpreter is asked for before it is imported
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 BLOCKS = "FSFFSF+2q4+3q4"
 
@@ -49,7 +47,7 @@ def test_chunks_and_a_prefix_hit(
 ) -> None:
     folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse(letters)
     first, second, runs = serve_a_branch(
-        folder, pattern, tmp_path, 4, *context(of_context), grouped=grouped, launcher=FRESH, ranks=ranks, **INTERPRETED
+        folder, pattern, tmp_path, 4, *context(of_context), grouped=grouped, ranks=ranks, **INTERPRETED
     )
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
@@ -71,7 +69,7 @@ def test_many_requests_at_once(tmp_path: Path) -> None:
     flags = ("--tp-size", "2", "--chunked-prefill-size", "256", "--skip-tokenizer-init", *context(2))
     file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
     changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **INTERPRETED}
-    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, launcher=FRESH, **changes) as server:
+    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
         [state] = states(server)
         assert state["proven"] and (state["context_layers"], state["context_ranks"]) == (2, 2)
 

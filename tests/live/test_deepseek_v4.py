@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from typer.testing import CliRunner
+
 from dsa_cpu_platform import recorder
+from indexcache_search.cli.search import app
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.sglang import SglangEngine
@@ -30,7 +31,7 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.io.messages import NOT_COMBINED, NOT_LOADED, OTHER_LENGTH
 from tests.live.ending import changed_source, launch, load
 from tests.live.reference import TOLERANCE, load_reference
-from tests.live.server import Server, command, ended, environment, running
+from tests.live.server import Server, command, ended, running
 from tests.live.test_server import PLAIN, check_modes, metric, positions_of, states
 
 pytestmark = pytest.mark.sglang
@@ -71,7 +72,7 @@ def layers(model: Path) -> tuple[int, ...]:
 
 def patterns() -> list[Pattern]:
     draw = random.Random(4)
-    return [Pattern("F" + "".join(draw.choice("FS") for _ in range(LAYERS - 1))) for _ in range(8)]
+    return [Pattern("F" + "".join(draw.choice("FS") for _ in range(LAYERS - 1))) for _ in range(4)]
 
 
 def prompts() -> list[list[int]]:
@@ -103,7 +104,7 @@ def check_sources(runs: Sequence[recorder.Run], pattern: Pattern, layers: Sequen
 def test_every_pattern_scores_in_f_layers_and_attends_to_their_choice(
     server: Server, record: Path, layers: tuple[int, ...]
 ) -> None:
-    """Eight random patterns: prefill in chunks, decode, a batch, a prefix hit; back to all F bit for bit."""
+    """Four random patterns: prefill in chunks, decode, a batch, a prefix hit; back to all F bit for bit."""
     calibration, full = CalibrationServer(server.url), Pattern.full(LAYERS)
     whole = {}
     for pattern in (full, *patterns(), full):
@@ -158,13 +159,13 @@ def test_a_search_on_the_live_server(model: Path, server: Server, tmp_path: Path
     found = {}
     for name, engine in (("live", ("--engine", "sglang", "--endpoint", server.url)), ("plain", ("--device", "cpu"))):
         arguments = [
-            *(sys.executable, "-m", "indexcache_search", "--model", str(model), *engine, "--strategy", "greedy"),
+            *("--model", str(model), *engine, "--strategy", "greedy"),
             *("--calibration", str(tmp_path / "tokens.jsonl"), "--evaluation", str(tmp_path / "tokens.jsonl")),
             *("--seq-len", str(PAGE), "--num-sequences", "2", "--num-eval-sequences", "1", "--retain", "1/2"),
             *("--output", str(tmp_path / name)),
         ]
-        result = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=900)
-        assert result.returncode == 0, result.stderr[-2000:]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
         found[name] = PatternFile.load(tmp_path / name / "pattern.yaml")
     assert found["live"].pattern == found["plain"].pattern and found["live"].pattern.count("F") == 3
     assert found["live"].model.architecture == "DeepseekV4ForCausalLM" and found["live"].model.num_layers == LAYERS
@@ -180,7 +181,8 @@ def test_two_ranks_serve_and_prove_it(model: Path, tmp_path: Path, layers: tuple
     flags = ("--indexcache-pattern", file, "--chunked-prefill-size", str(PAGE), "--tp-size", "2", "--enable-metrics")
     changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with running(model, tmp_path / "log", *flags, "--skip-tokenizer-init", **changes) as server:
-        check_modes(server, load_reference(model), pattern, record, prompts())
+        asked = [prompts()[0][: PAGE + 50], *(prompts()[2][:length] for length in (90, 40))]
+        check_modes(server, load_reference(model), pattern, record, asked)
         assert "on 6 attention modules here and 2 rank(s)" in server.log.read_text()
         [state] = states(server)
         assert (state["pattern"], state["proven_ranks"]) == (pattern.roles, 2)

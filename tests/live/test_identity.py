@@ -24,7 +24,7 @@ PATTERNS = (Pattern("FSSFSS"), Pattern("FSFSSS"))
 KV_TYPES = {"glm-dense": "auto", "deepseek-v4": "fp8_e4m3"}  # as SGLang compares them
 
 
-@pytest.fixture(scope="module", params=KV_TYPES)
+@pytest.fixture(scope="module", params=["glm-dense", pytest.param("deepseek-v4", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -171,7 +171,7 @@ def test_a_search_over_two_nodes_finds_what_it_finds_here(tmp_path: Path) -> Non
     journal = (tmp_path / "out" / "work" / "journal.jsonl").read_text()
     assert evaluated >= 8 and len(set(journal.splitlines())) == journal.count("\n")
 
-    finished([*search(tmp_path / "here", objective="kl"), "--engine", "transformers"])
+    finished([*search(tmp_path / "here", objective="kl"), "--engine", "transformers"], tmp_path / "here.log")
     found, wanted = (PatternFile.load(tmp_path / name / "pattern.yaml") for name in ("out", "here"))
     assert [step.layer for step in found.trajectory] == [step.layer for step in wanted.trajectory]
     for mine, theirs in zip(found.trajectory, wanted.trajectory, strict=True):

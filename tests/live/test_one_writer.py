@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +34,7 @@ from tests.live.calibrating import (
     single,
     wait_for_evaluations,
 )
-from tests.live.server import Server, environment
+from tests.live.server import Server, start
 
 __all__ = ["given_back", "server", "single"]
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("given_back")]
@@ -107,14 +106,14 @@ def test_two_searches_on_the_command_line(server: Server, tmp_path: Path) -> Non
     """The second ends with one line; once the first is interrupted, the same command has the server at once."""
     first = search(tmp_path / "first", "--endpoint", server.url, "--num-sequences", "16")  # longer than a start
     second = search(tmp_path / "second", "--endpoint", server.url)
-    process = subprocess.Popen(first, env=environment(), stderr=subprocess.DEVNULL)
+    process = start(first, tmp_path / "first.log")
     wait_for_evaluations(tmp_path / "first", 4, process)
-    refused = subprocess.run(second, env=environment(), capture_output=True, text=True, timeout=300)
-    lines = refused.stderr.splitlines()
-    assert refused.returncode == 2 and len(lines) == 1, refused.stderr
+    refused = start(second, tmp_path / "second.log")
+    code, lines = refused.wait(300), (tmp_path / "second.log").read_text().splitlines()
+    assert code == 2 and len(lines) == 1, lines
     assert f"{server.url}: process {process.pid} on " in lines[0] and "expected one search a server" in lines[0]
     assert not (tmp_path / "second" / "work" / "journal.jsonl").exists()
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
-    finished(second)
+    finished(second, tmp_path / "second.log")

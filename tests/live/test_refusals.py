@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from indexcache_search.engines.own_server import free_port
 from scripts.tools import random_models
+from scripts.tools.inprocess import call
 from scripts.tools.pattern_files import pattern_file, write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA, needs
 from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, NOT_COMBINED, NOT_LOADED, OTHER_LENGTH, WOULD_RUN
@@ -160,15 +164,17 @@ def test_a_model_that_does_not_run_the_pattern(model: Path, file: str, broken: s
     assert code == 2 and lines == [f"indexcache: {message}"]
 
 
-def two_nodes(model: Path, first: dict[str, str], second: dict[str, str]) -> list[tuple[int, list[str]]]:
-    """Exit codes and lines of two nodes with one rank each and these environments."""
+def two_nodes(
+    model: Path, first: dict[str, str], second: dict[str, str], wait: int = 20
+) -> list[tuple[int, list[str]]]:
+    """Exit codes and lines of two nodes with one rank each and these environments; they `wait` seconds to meet."""
     address = f"127.0.0.1:{free_port()}"
     shared = ("--skip-tokenizer-init", "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", address)
     launcher = (sys.executable, "-m", "sglang.launch_server")
 
     def run(rank: int, changes: dict[str, str]) -> tuple[int, list[str]]:
         arguments = command(model, *shared, "--node-rank", str(rank), launcher=launcher)
-        return ended(arguments, SGLANG_CPU_OMP_THREADS_BIND="0|1", SGLANG_INDEXCACHE_MEET_SECONDS="20", **changes)
+        return ended(arguments, SGLANG_CPU_OMP_THREADS_BIND="0|1", SGLANG_INDEXCACHE_MEET_SECONDS=str(wait), **changes)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, (0, 1), (first, second)))
@@ -188,9 +194,9 @@ def test_two_nodes_with_different_files(model: Path, file: str, tmp_path: Path) 
 
 
 def test_a_node_that_was_started_without_the_pattern(model: Path, file: str) -> None:
-    [(code, lines), (other, _)] = two_nodes(model, {"SGLANG_INDEXCACHE_PATTERN": file}, {})
+    [(code, lines), (other, _)] = two_nodes(model, {"SGLANG_INDEXCACHE_PATTERN": file}, {}, wait=3)
     assert code != 0 and other != 0 and len(set(lines)) == 1
-    assert lines[0].startswith("indexcache: not every rank serves a pattern after 20 s")
+    assert lines[0].startswith("indexcache: not every rank serves a pattern after 3 s")
     assert lines[0].endswith("expected SGLANG_INDEXCACHE_PATTERN on every node")
 
 
@@ -272,8 +278,13 @@ def test_what_hy_v4_can_not_be_served_with(hy_v4: Path, letters: str, flags: tup
     assert message in refused(hy_v4, letters, *flags)
 
 
+def checked(*words: str) -> tuple[int, str]:
+    """Exit code of a check, and what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        return check_main(list(words)), said.getvalue()
+
+
 def test_what_sglang_would_run_of_hy_v4(hy_v4: Path) -> None:
-    arguments = [sys.executable, "-m", "sglang_indexcache.check", "FFSFSS", "--model", str(hy_v4), "--json"]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
-    report = json.loads(result.stdout)
-    assert (result.returncode, report["effective"], report["locked_layers"]) == (0, "FFSFSS", [2, 5]), result.stderr
+    code, said = call(checked, "FFSFSS", "--model", str(hy_v4), "--json")
+    report = json.loads(said)
+    assert (code, report["effective"], report["locked_layers"]) == (0, "FFSFSS", [2, 5])

@@ -208,14 +208,6 @@ def test_the_environment_alone_is_enough(tmp_path: Path) -> None:
             CalibrationServer(server.url).switch(Pattern("FFFFFF"))  # serving never exposes it
 
 
-def test_nothing_happens_without_the_environment(tmp_path: Path) -> None:
-    model = random_models.build("glm-dense", tmp_path / "glm")
-    file = write_pattern(Pattern("FSSSSF"), model, tmp_path / "pattern.yaml")
-    with running(model, tmp_path / "log", "--skip-tokenizer-init", launcher=PLAIN) as server:
-        assert states(server) == [None]
-        assert check_main([file, "--server", server.url]) == 1
-
-
 ENGINE = """
 import json, sys, sglang
 if __name__ == "__main__":

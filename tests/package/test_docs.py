@@ -8,17 +8,23 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout, suppress
 from functools import cache
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from indexcache_dense.reuse import POLICIES
+from indexcache_search.cli.help import ALL
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import strategies as known_strategies
 from scripts.tools import pictures, site
+from sglang_indexcache import check
 from sglang_indexcache.families.base import CheckpointReader, SglangAdapter, TransformersAdapter
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
@@ -34,7 +40,15 @@ HOW_TO = [
     if path.stem not in ("index", "explanation", "faq")
 ]
 EVIDENCE = [*DOCS.glob("evidence/*.md"), *DOCS.glob("lab/[!R]*.md")]
-COMMANDS = ("indexcache-search", "indexcache-eval", "indexcache-distill", "indexcache-offload", "indexcache-watch")
+APPS = {
+    "indexcache-search": "indexcache_search.cli.search",
+    "indexcache-eval": "indexcache_search.cli.evaluate",
+    "indexcache-distill": "indexcache_train.cli",
+    "indexcache-offload": "indexcache_lab.offload.cli",
+    "indexcache-watch": "indexcache_watch.cli",
+    "indexcache-lab": "indexcache_lab.cli",
+}
+COMMANDS = tuple(name for name in APPS if name != "indexcache-lab")
 OF_THE_LAUNCHER = {
     f"--indexcache-{name}"
     for name in (
@@ -223,7 +237,15 @@ def test_every_command_has_its_help_on_the_site() -> None:
 
 @cache
 def flags(command: str) -> set[str]:
-    return set(re.findall(r"--[\w-]+", site.help_of(command)))
+    """Of all its help, in this process: the site starts one for each command."""
+    name, *words = command.split()
+    if name == "indexcache-check":
+        with redirect_stdout(StringIO()) as said, suppress(SystemExit):
+            check.main(["--help"])
+        text = said.getvalue()
+    else:
+        text = CliRunner().invoke(import_module(APPS[name]).app, [*words, ALL], prog_name=name).output
+    return set(re.findall(r"--[\w-]+", text))
 
 
 @pytest.mark.parametrize("path", [*HOW_TO, *DOCS.glob("reference/*.md")], ids=name_of)

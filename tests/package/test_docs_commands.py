@@ -18,16 +18,9 @@ from sglang_indexcache import check
 from sglang_indexcache.sglang.asked import split_arguments
 from sglang_indexcache.sglang.launch_line import LaunchLine
 from tests.conftest import tiny_config
-from tests.package.test_docs import HOW_TO, ROOT, name_of
+from tests.package.test_docs import APPS, HOW_TO, ROOT, name_of
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "faq.md", *HOW_TO]
-APPS = {
-    "indexcache-search": "indexcache_search.cli.search",
-    "indexcache-eval": "indexcache_search.cli.evaluate",
-    "indexcache-distill": "indexcache_train.cli",
-    "indexcache-offload": "indexcache_lab.offload.cli",
-    "indexcache-watch": "indexcache_watch.cli",
-}
 SERVERS = ("sglang.launch_server", "sglang_indexcache.launch_server", "serve")
 
 

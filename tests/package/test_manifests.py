@@ -6,6 +6,8 @@ import copy
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,6 +64,16 @@ class _LeaderWorkerSet(_Strict):
     spec: _GroupSet
 
 
+@pytest.fixture(scope="module")
+def schemas() -> Iterator[None]:
+    """Each schema is parsed once, not for each document."""
+    from kubernetes_validate import utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", cache(utils.schema_contents))
+        yield
+
+
 def validate(document: dict[str, Any]) -> None:
     import kubernetes_validate  # not in the environment of SGLang
 
@@ -71,6 +83,7 @@ def validate(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
+@pytest.mark.usefixtures("schemas")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_what_kustomize_makes_is_valid(folder: str) -> None:
     kinds = [document["kind"] for document in rendered(folder)]
@@ -92,6 +105,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return own + [found for key, item in value.items() for found in paths(item, (*path, key))]
 
 
+@pytest.mark.usefixtures("schemas")
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_misspelled_key_anywhere_is_found(folder: str) -> None:
     """The validators can fail, and at every key."""

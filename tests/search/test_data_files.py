@@ -243,10 +243,12 @@ def test_a_hub_id_without_the_split_says_how_to_name_another(monkeypatch: pytest
         read("owner/name")
 
 
-def test_a_home_folder_is_not_needed(tmp_path: Path) -> None:
-    """In containers it may be read-only or missing, where datasets keeps its cache by default."""
+def test_a_search_needs_no_home_folder_and_imports_no_models(tmp_path: Path) -> None:
+    """In containers it may be read-only or missing, where datasets keeps its cache by default. Models of transformers
+    take seconds, before each dry run and each search in SGLang."""
     (tmp_path / "rows.jsonl").write_text(LINES)
     program = (
+        "import sys, indexcache_search.searching.run; assert 'transformers.modeling_utils' not in sys.modules\n"
         f"from indexcache_search.data.sources import rows\nprint(len(list(rows({str(tmp_path / 'rows.jsonl')!r}, 0))))"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}

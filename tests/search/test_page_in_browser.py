@@ -102,8 +102,15 @@ def said(page: Any) -> str:
     return str(page.locator("#advice").inner_text())
 
 
-@pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
-@pytest.mark.parametrize("width", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize(
+    ("width", "script"),
+    [
+        (DESKTOP, True),
+        (PHONE, False),
+        pytest.param(DESKTOP, False, marks=pytest.mark.slow),
+        pytest.param(PHONE, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["report", "eval"])
 def test_the_pattern_to_take_and_why_are_on_the_first_screen(opened: Open, name: str, width: int, script: bool) -> None:
     page = opened(name, width, script=script)
@@ -121,7 +128,7 @@ def test_the_pattern_to_take_and_why_are_on_the_first_screen(opened: Open, name:
     assert "NVIDIA H100" in note.inner_text()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["report", "eval", "many sources"])
 def test_the_widest_table_fits_a_desktop_and_scrolls_alone_on_a_phone(opened: Open, name: str, scheme: str) -> None:
     """Six sources with errors behind them were 1,370 pixels."""

@@ -103,7 +103,7 @@ def hit(seen: list[Moment], first: float, end: float) -> float:
     ("kind", "name", "layers", "seed"),
     [
         (Machine, "lazy", 30, 1),
-        (Machine, "lazy", 47, 2),
+        pytest.param(Machine, "lazy", 47, 2, marks=pytest.mark.slow),
         (TwoServers, "lazy", 30, 3),
         (Machine, "greedy", 16, 4),
         (Machine, "exhaustive", 10, 5),
@@ -126,9 +126,9 @@ def test_bounds_of_the_time_left_hold_and_close_in(
 
 def test_a_resumed_run_says_nothing_of_time_by_an_earlier_machines(tmp_path: Path) -> None:
     """It began on a machine four times as fast: until this one has evaluated anything, only the share is known."""
-    first = Machine(30, 1, Structure())
-    moments(first, tmp_path, until=100.0)
-    engine = Machine(30, 1, Structure())
+    first = Machine(24, 1, Structure())
+    moments(first, tmp_path, until=50.0)
+    engine = Machine(24, 1, Structure())
     engine.slowness = lambda now: 4.0
     engine.now = 1000.0
     recorded, ran = list[Moment](), list[Moment]()
@@ -139,7 +139,7 @@ def test_a_resumed_run_says_nothing_of_time_by_an_earlier_machines(tmp_path: Pat
 
 
 def test_a_machine_that_slows_down_is_believed(tmp_path: Path) -> None:
-    engine = Machine(30, 2, Structure())
+    engine = Machine(24, 2, Structure())
     engine.slowness = lambda now: 1.0 if now < 200 else 3.0
     seen = moments(engine, tmp_path)
     slow = [item for item in seen if item[0] >= 200]

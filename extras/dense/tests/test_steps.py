@@ -281,8 +281,18 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str, heads: str
 
 @pytest.mark.parametrize("steps", POLICIES)
 @pytest.mark.parametrize("score", ["token_max", "compressed_keys", "rounded_keys"])
-@pytest.mark.parametrize("heads", ["joint", "key"])
-@pytest.mark.parametrize("step", [LENGTH - PROMPT, pytest.param(1, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize(
+    ("heads", "step"),
+    [
+        ("joint", LENGTH - PROMPT),
+        ("joint", 7),
+        ("key", 7),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("joint", 1), ("key", 1), ("key", LENGTH - PROMPT))
+        ),
+    ],
+)
 def test_one_pass_is_decoding_step_by_step(steps: str, score: str, step: int, heads: str) -> None:
     """Behind a prompt that was read densely; in blocks, too."""
     wanted, policy = 5 if steps == "bounded:2" else 4, ReusePolicy.parse(steps)

@@ -99,7 +99,7 @@ def test_deepseek_keeps_all_indexers(training: Path, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_bfloat16_checkpoint_stays_one(training: Path, tmp_path: Path, dtype: str) -> None:
     """Whatever is computed in, what trains is float32 meanwhile."""
     folder = tmp_path / "model"

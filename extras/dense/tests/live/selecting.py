@@ -17,7 +17,7 @@ from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa.blocks.selection import blocks_of
-from tests.live.server import LAUNCHER, running
+from tests.live.server import running
 from tests.live.test_server import states
 
 CHUNK = 256
@@ -60,7 +60,6 @@ def serve_a_branch(
     steps: int,
     *more: str,
     grouped: int | None = 3,
-    launcher: Sequence[str] = LAUNCHER,
     ranks: int = 2,
     **variables: str,
 ) -> tuple[Served, Served, Sequence[recorder.Run]]:
@@ -75,9 +74,7 @@ def serve_a_branch(
     other = write_pattern(pattern.plain(), folder, tmp_path / "other.yaml")
     changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "|".join("01" * (ranks // 2)), **variables}
     flags = ("--chunked-prefill-size", str(CHUNK), "--tp-size", str(ranks), "--skip-tokenizer-init", *more)
-    with running(
-        folder, tmp_path / "log", "--indexcache-pattern", file, *flags, launcher=launcher, **changes
-    ) as server:
+    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
         [state] = states(server)
         assert state["pattern"] == pattern.letters and state["fingerprint"] == pattern.fingerprint
         assert state["proven_ranks"] == ranks and state.get("grouped_layers") == grouped

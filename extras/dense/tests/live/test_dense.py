@@ -46,11 +46,21 @@ AROUND = (FEW.tokens - 1, FEW.tokens, FEW.tokens + 1)  # lengths at which the fi
 # layers that select by compressed keys, for themselves and others; pages and groups end among the lengths
 COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys")
 MIXED = ("DFSSFS", "DSFFDS")
-POLICIES = ("none", "ema:0.7", "refresh:3")
+SELECTING = [  # by each kind of digest, and with each memory, on one of the backends; slow tests: on the other one
+    ("torch_native", "compressed_keys", "none"),
+    ("torch_native", "rounded_keys", "none"),
+    ("fa3", "compressed_keys", "ema:0.7"),
+    ("fa3", "compressed_keys", "refresh:3"),
+]
+OTHERS = [
+    pytest.param("fa3" if backend == "torch_native" else "torch_native", score, steps, marks=pytest.mark.slow)
+    for backend, score, steps in SELECTING
+]
 SIXTEEN = {"page_size": 16}
 STEPS = 12
 # FlashAttention is a stand-in of its interface, all above it SGLang's own.
-BACKENDS = ({}, {"attention_backend": "fa3"}, {"attention_backend": "fa3", "page_size": 4})
+FA3 = {"attention_backend": "fa3"}
+BACKENDS = ({}, pytest.param(FA3, marks=pytest.mark.slow), {**FA3, "page_size": 4})
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +99,7 @@ def test_f_layers_with_room_for_all_are_sglangs_own(llama: Path, tmp_path: Path,
     assert wide == stock
 
 
-@pytest.mark.parametrize(
-    ("score", "steps"), [*(("compressed_keys", steps) for steps in POLICIES), ("rounded_keys", "none")]
-)
-@pytest.mark.parametrize("backend", ["torch_native", "fa3"])
+@pytest.mark.parametrize(("backend", "score", "steps"), [*SELECTING, *OTHERS])
 def test_layers_that_select_for_themselves(llama: Path, tmp_path: Path, backend: str, steps: str, score: Any) -> None:
     """By digests of keys, with and without memory; D, F and S mixed, over ends of pages."""
     selection = replace(COMPRESSED, score=score, steps=ReusePolicy.parse(steps))

@@ -73,7 +73,7 @@ def distill(kind: str, folder: Path) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("kind", ["glm-moe", "glm-4.7-flash"])
+@pytest.mark.parametrize("kind", [pytest.param("glm-moe", marks=pytest.mark.slow), "glm-4.7-flash"])
 def test_a_distilled_checkpoint_in_a_server(kind: str, tmp_path: Path) -> None:
     """Its S layers have no indexer weights, and its config.json has the pattern. The second one was dense."""
     out, record = distill(kind, tmp_path), tmp_path / "record"
@@ -108,7 +108,7 @@ def test_a_dense_model_with_indexers_that_select_everything(kind: str, changes: 
         assert (logprobs - torch.tensor(served.logprobs)).abs().max().item() <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["deepseek-v3.2", "deepseek-v3"])
+@pytest.mark.parametrize("kind", ["deepseek-v3.2", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_a_distilled_checkpoint_that_keeps_all_indexers(kind: str, tmp_path: Path) -> None:
     out, record = distill(kind, tmp_path), tmp_path / "record"
     record.mkdir()
