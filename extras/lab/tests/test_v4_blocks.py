@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_lab.v4_blocks import RATIO, check_queries
+from indexcache_lab.v4_blocks import RATIO, check_queries, needs, serving
+from indexcache_lab.v4_blocks import __main__ as launcher
 from indexcache_lab.v4_blocks.definition import in_blocks
 from indexcache_lab.v4_blocks.engine import EntryBlocksEngine
 from indexcache_lab.v4_blocks.plugin import ATTRIBUTE, VARIABLE
@@ -396,3 +398,101 @@ def test_something_in_its_place_is_seen() -> None:
     backend.forward_c4_indexer = print  # type: ignore[method-assign,assignment]
     with pytest.raises(ProofError, match="something has replaced forward_c4_indexer"):
         placed(backend)
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """An engine's that serves a pattern."""
+
+    pattern: Pattern
+
+
+def runner(monkeypatch: pytest.MonkeyPatch, backend: Any, blocks: str = "0q4+2q8", **changes: Any) -> Any:
+    """A `ModelRunner` of a model with letters FSFF, of which this stage has the first three."""
+    plan, roles = Plan(Pattern("FSFF")), {0: "F", 1: "S", 2: "F"}
+    indexers = {letter: SimpleNamespace(layer_id=2 * letter + 1, index_topk=512) for letter in roles}
+    adapter = SimpleNamespace(modules=lambda model: indexers.items(), role=lambda letter, module: roles[letter])
+    monkeypatch.setattr(serving, "DEEPSEEK_V4", SimpleNamespace(sglang=adapter))
+    monkeypatch.setattr(serving.engines, "plan_of", lambda server_args: plan)
+    model = SimpleNamespace(config=SimpleNamespace(sliding_window=128))
+    return SimpleNamespace(
+        attn_backend=backend, model=model, server_args=SimpleNamespace(**{ATTRIBUTE: blocks}), roles=roles, **changes
+    )
+
+
+def test_it_stands_on_the_targets_backend_and_status_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = a_pass([0], [2400])
+    target = runner(monkeypatch, backend, "0q4+2q8+3q2")
+    for silent in (SimpleNamespace(server_args=SimpleNamespace(**{ATTRIBUTE: ""})), target):
+        reply = SimpleNamespace(internal_state={})
+        if silent is target:
+            with pytest.raises(ProofError, match="nothing selects in blocks"):
+                serving.ready({}, silent)
+            serving.place(None, SimpleNamespace(is_draft_worker=True, server_args=target.server_args))
+            serving.place(None, silent)
+            found = placed(backend)
+            serving.place(None, silent)  # graphs are captured again after an update
+            assert found is not None and placed(backend) is found
+            assert found.queries == {1: 4, 5: 8}, "letter 3 is another stage's"
+        else:
+            serving.place(None, silent)
+        serving.ready({}, silent)
+        serving.status(reply, silent)
+        expected = {"layers": {"1": 4, "5": 8}, "passes": 0, "blocks": 0}
+        assert reply.internal_state == ({serving.KEY: expected} if silent is target else {})
+    backend.forward_c4_indexer = print  # type: ignore[method-assign,assignment]
+    with pytest.raises(ProofError, match="something has replaced"):
+        serving.status(reply, target)
+
+
+def test_what_is_loaded_otherwise_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = runner(monkeypatch, SimpleNamespace())
+    with pytest.raises(ProofError, match="the attention backend is SimpleNamespace"):
+        serving.place(None, other)
+    other.roles[2] = "S"
+    with pytest.raises(ProofError, match="letter 2 should select in blocks, but its indexer does not run"):
+        serving.place(None, other)
+    other.model.config.sliding_window = 4
+    with pytest.raises(PatternError, match="reach behind a window of 4 tokens"):
+        serving.place(None, other)
+
+
+def test_a_source_that_nobody_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the functions and classes, one at a time."""
+    assert {need.target.removeprefix("sglang.") for need in needs.BLOCKS.reads} == needs.READ.keys()
+    source: Any = SimpleNamespace(version="0.5.99", definition=lambda need: need.target)
+    monkeypatch.setattr(needs, "digest", lambda text: next(iter(needs.READ[text.removeprefix("sglang.")]), ""))
+    assert needs.unread(source) is None
+    for changed in needs.BLOCKS.reads:
+        read = {**needs.READ, changed.target.removeprefix("sglang."): {"": "0.5.23"}}
+        monkeypatch.setattr(
+            needs, "digest", lambda text, was=dict(needs.READ): next(iter(was[text.removeprefix("sglang.")]))
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(needs, "READ", read)
+            line = needs.unread(source)
+        assert line is not None and changed.target in line and "0.5.99" in line and "\n" not in line
+
+
+def test_the_launcher_asks_and_needs_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(launcher.launch_server, "main", lambda words: asked.append((os.environ[VARIABLE], words)))
+    monkeypatch.setattr(launcher, "entry_points", lambda group: [SimpleNamespace(name=launcher.ENTRY)])
+    for words, plugins, line in (
+        (["--tp", "8"], "", "the first argument is --tp, expected blocks as 0q4"),
+        (["0q4"], "indexcache", f"leaves the plugin {launcher.ENTRY} out"),
+    ):
+        monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+        with pytest.raises(SystemExit):
+            launcher.main(words)
+        assert line in capsys.readouterr().err and not asked
+    monkeypatch.setenv("SGLANG_PLUGINS", f"indexcache, {launcher.ENTRY}")
+    launcher.main(["0q4", "--tp", "8"])
+    assert asked == [("0q4", ["--tp", "8"])]
+    monkeypatch.setattr(launcher, "entry_points", lambda group: ())
+    with pytest.raises(SystemExit):
+        launcher.main(["0q4"])
+    assert "would not find the plugin" in capsys.readouterr().err
