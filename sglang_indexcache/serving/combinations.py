@@ -132,7 +132,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("--enable-cp-decode-attn-tp",),
         _CPU,
         ("enable_cp_decode_attn_tp",),
-        without="with blocks of queries, and on GPUs",
+        without="on GPUs",
     ),
     Combination(
         "decode context parallelism",
