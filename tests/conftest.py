@@ -147,6 +147,10 @@ def tiny_mla_config(model_type: str, **changes: Any) -> dict[str, Any]:
 V4_LAYERS = (2, 4, 6, 7)  # that have an indexer
 
 
+def tiny_hy_v4_config(**changes: Any) -> dict[str, Any]:
+    return {**tiny_config(**changes), "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"}
+
+
 def tiny_v4_config(**changes: Any) -> dict[str, Any]:
     """config.json of a random DeepSeek-V4, with the keys of a release: window, compressed and indexed layers."""
     return {

@@ -61,7 +61,7 @@ _DSA_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
             "hc_mult": 2,
             "n_group": 1,
-            "pad_token_id": 2,
+            "pad_token_id": 1,  # its embedding is zero, so that all scores of its queries are alike; no prompt has it
         },
         {},
     ),

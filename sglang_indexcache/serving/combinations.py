@@ -48,14 +48,8 @@ def _chains(arguments: Any) -> bool:
     return drafts_of(arguments) in ("EAGLE", "NEXTN") and (getattr(arguments, "speculative_eagle_topk", None) or 1) == 1
 
 
-def _context(arguments: Any) -> bool:
-    """Return whether arguments ask for context parallelism."""
-    return bool(arguments.enable_prefill_cp) or (arguments.attn_cp_size or 1) > 1 or (arguments.dcp_size or 1) > 1
-
-
 def _interleaved(arguments: Any) -> bool:
-    prefill = bool(arguments.enable_prefill_cp) and (arguments.dcp_size or 1) <= 1
-    return prefill and arguments.cp_strategy == INTERLEAVE
+    return bool(arguments.enable_prefill_cp) and arguments.cp_strategy == INTERLEAVE
 
 
 def _since(version: str, first: tuple[int, int, int]) -> bool:
@@ -121,17 +115,30 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
     Combination(
         "context-parallel prefill",
         ("--enable-prefill-cp", "--cp-strategy interleave"),
-        _BOTH_ON_TWO,
+        f"{_CPU} and, also with blocks of queries, on two H200; SGLang 0.5.17 on two H100",
         ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
         _interleaved,
-        "blocks of queries with it on GPUs, and SGLang 0.5.23 with it on GPUs",
     ),
     Combination(
         "other context parallelism",
-        ("--cp-strategy zigzag", "--attn-cp-size", "--dcp-size"),
+        ("--cp-strategy zigzag", "--attn-cp-size"),
         "",
-        ("enable_prefill_cp", "cp_strategy", "attn_cp_size", "dcp_size"),
-        lambda arguments: _context(arguments) and not _interleaved(arguments),
+        ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
+        lambda given: (given.enable_prefill_cp or (given.attn_cp_size or 1) > 1) and not _interleaved(given),
+    ),
+    Combination(
+        "heads shared out in decoding, beside context-parallel prefill",
+        ("--enable-cp-decode-attn-tp",),
+        _CPU,
+        ("enable_cp_decode_attn_tp",),
+        without="on GPUs",
+    ),
+    Combination(
+        "decode context parallelism",
+        ("--dcp-size",),
+        _CPU + ", FlashInfer's TRT-LLM attention replaced",
+        ("dcp_size",),
+        without="on GPUs (that kernel needs Blackwell), MTP/NextN with it",
     ),
     Combination(
         "prefill and decode apart",

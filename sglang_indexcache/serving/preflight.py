@@ -117,7 +117,7 @@ def replacing(pattern: Pattern, family: Family, asked: Asked, arguments: Any) ->
     if blocks is not None:
         found += [blocks.sharding] if asked.shard else []
         grouped = pattern.indexers and not asked.ungrouped
-        found += [blocks.grouping] if grouped or asked.unions else []
+        found += [blocks.grouping] if blocks.grouping is not None and (grouped or asked.unions) else []
         found += [blocks.context] if pattern.indexers and context_ranks(arguments) > 1 else []
     return tuple(found)
 
@@ -287,7 +287,7 @@ class Preflight(EnginePlan):
             if blocks is not None and self.pattern.indexers and context_ranks(self._arguments) > 1:
                 self.require(blocks.context, "--enable-prefill-cp")
             if self.asked.unions:
-                if blocks is None:
+                if blocks is None or blocks.grouping is None:
                     raise PreflightError(f"{UNION_FLAG} is not served on {family.name}; expected a DSA model")
                 self.require(blocks.grouping, UNION_FLAG)
             self.require_read(*replacing(self.pattern, family, self.asked, self._arguments))

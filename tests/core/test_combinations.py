@@ -67,7 +67,14 @@ def test_launch_lines_are_read_without_sglang() -> None:
         ("--speculative-algorithm EAGLE3", {"other drafts": NOT_RUN}),
         ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave", {"context-parallel prefill": RAN}),
         ("--attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag", {"other context parallelism": NOT_RUN}),
-        ("--dcp-size 2", {"other context parallelism": NOT_RUN}),
+        ("--dcp-size 2", {"decode context parallelism": RAN}),
+        (
+            "--attn-cp-size 2 --enable-prefill-cp --cp-strategy interleave --enable-cp-decode-attn-tp",
+            {
+                "context-parallel prefill": RAN,
+                "heads shared out in decoding, beside context-parallel prefill": RAN,
+            },
+        ),
         ("--disaggregation-mode prefill", {"prefill and decode apart": RAN}),
         ("--kv-cache-dtype fp8_e4m3", {"fp8 KV cache": RAN}),
         ("--kv-cache-dtype fp8_e5m2", {"other types of KV cache": NOT_RUN}),

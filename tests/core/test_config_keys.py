@@ -19,13 +19,9 @@ from sglang_indexcache.io.errors import IndexCacheError, ModelConfigError, Patte
 from sglang_indexcache.io.messages import OTHER_LENGTH
 from sglang_indexcache.model.config_keys import differing
 from sglang_indexcache.sglang.override_flag import FLAG
-from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_v4_config
+from tests.conftest import DENSE, tiny_config, tiny_dense_config, tiny_hy_v4_config, tiny_v4_config
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32}
-
-
-def hy_v4(**changes: Any) -> dict[str, Any]:
-    return {**tiny_config(**changes), "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"}
 
 
 CONFIGS = {
@@ -33,7 +29,7 @@ CONFIGS = {
     "glm-yarn": tiny_config(rope_parameters=None, rope_scaling=YARN, rope_theta=1e6),
     "glm-shared": tiny_config(index_topk_freq=2, index_skip_topk_offset=3, indexer_rope_interleave=True),
     "deepseek": tiny_config("deepseek_v32", rope_parameters=None, rope_theta=5000),
-    "hy": hy_v4(),
+    "hy": tiny_hy_v4_config(),
     "v4": tiny_v4_config(),
     "v4-yarn": tiny_v4_config(rope_scaling={**YARN, "factor": 16}),
     **{kind: tiny_dense_config(kind) for kind in DENSE},

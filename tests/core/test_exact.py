@@ -17,7 +17,7 @@ from sglang_indexcache.serving.ranks import RankReport, disagreement
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.probes import Feature
-from tests.conftest import tiny_config, tiny_v4_config
+from tests.conftest import tiny_config, tiny_hy_v4_config, tiny_v4_config
 from tests.core.test_heads import AnySglang as WithAllNeeded
 
 
@@ -52,9 +52,11 @@ def test_what_does_not_go_together(flags: dict[str, Any], pattern: Pattern | Non
         check(tmp_path, tiny_config(), pattern, **flags)
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [tiny_v4_config(), tiny_hy_v4_config()], ids=["deepseek-v4", "hy-v4"])
+def test_other_models_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    """A union of selections has no place for the attention sinks of HY-V4."""
     with pytest.raises(PreflightError, match="--indexcache-union-attention is not served on"):
-        check(tmp_path, tiny_v4_config(), None)
+        check(tmp_path, config, None)
 
 
 def test_ranks_of_which_only_some_have_it_are_refused() -> None:

@@ -15,6 +15,7 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks import grouped
 from sglang_indexcache.families.dsa.blocks import selection as blocks
+from sglang_indexcache.families.hy_v4 import HY_V4
 from sglang_indexcache.io.errors import ProofError
 from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, sglang_modules
 
@@ -162,6 +163,22 @@ def test_where_it_stands() -> None:
     backend._forward_flashmla_sparse = print  # type: ignore[assignment]
     with pytest.raises(ProofError, match="something has replaced the attention of blocks"):
         grouped.placed(backend)
+
+
+def test_blocks_of_hy_v4_are_attended_from_one_by_one() -> None:
+    """A layer's sinks are a part of each query's softmax, and `/server_info` must not name it as grouped."""
+    backend = Backend()
+    modules = [SimpleNamespace(skip_topk=False, next_skip_topk=False, layer_id=2, num_local_heads=4)]
+    runner = SimpleNamespace(
+        attn_backend=backend,
+        model=SimpleNamespace(modules=lambda: modules),
+        server_args=SimpleNamespace(),
+        kv_cache_dtype=torch.float32,
+    )
+    HY_V4.sglang.group(runner, PATTERN)
+    assert HY_V4.sglang.grouped(runner) == () and "forward_extend" not in vars(backend)
+    DSA.sglang.group(runner, PATTERN)
+    assert DSA.sglang.grouped(runner) == (2,)
 
 
 def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from indexcache_search.hf.loading import load_model
 from sglang_indexcache.families import describe, family_of, known_families
 from sglang_indexcache.io.errors import ModelConfigError
 from sglang_indexcache.io.messages import BEGINS_SHARED, OTHER_LENGTH
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, tiny_hy_v4_config
 
 
 def test_reads_layers_topk_and_native_sharing() -> None:
@@ -50,8 +50,7 @@ def test_other_models_are_refused(changes: dict[str, Any], message: str) -> None
 
 
 def hy_v4(layers: int = 11, **changes: Any) -> dict[str, Any]:
-    named = {"architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"}
-    return {**tiny_config(num_hidden_layers=layers, **changes), **named}
+    return tiny_hy_v4_config(num_hidden_layers=layers, **changes)
 
 
 def test_hy_v4_has_one_indexer_in_four_where_its_config_says_nothing() -> None:

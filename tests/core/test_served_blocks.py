@@ -12,6 +12,7 @@ import torch
 
 from indexcache_search.hf.indexers import block_selection
 from sglang_indexcache import Pattern
+from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks import patch_indexers
 from sglang_indexcache.families.dsa.blocks import selection as blocks
@@ -263,8 +264,9 @@ def test_kernels_that_read_as_many_keys_for_every_query_are_refused() -> None:
 def test_what_servers_refuse() -> None:
     assert DSA.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))["index_topk_pattern"] == "FSFF"
     assert DSA.sglang.needed(Pattern.parse("FSFF+2q4+3q4")) == (BLOCKS,) and not DSA.sglang.needed(Pattern("FSFF"))
-    with pytest.raises(PatternError, match="2q4 is not served on hy_v4"):
-        HY_V4.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))
+    assert HY_V4.sglang.needed(Pattern.parse("FSFF+2q4")) == (BLOCKS,)
+    with pytest.raises(PatternError, match="2q4 is not served yet"):
+        DEEPSEEK_V4.sglang.to_overrides({}, Pattern.parse("FSFF+2q4"))
     for name in DSA.sglang.refused_with_blocks:
         given: Any = 2 if name.endswith("size") else True
         [(flag, reason)] = refused_flags(DSA.sglang.refused_with_blocks, SimpleNamespace(**{name: given}))

@@ -20,7 +20,7 @@ from sglang_indexcache.families.dsa.blocks import selection as blocks
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
 from sglang_indexcache.families.dsa.blocks.rows import PrefillSelection
 from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
-from sglang_indexcache.families.dsa.needs import PREFILL
+from sglang_indexcache.families.dsa.needs import GROUPING, PREFILL
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.messages import NO_INDEXER
 from sglang_indexcache.serving.proven import Proof, ProofHolder
@@ -151,6 +151,9 @@ def test_ranks_of_which_only_some_share_out_rows_are_refused() -> None:
     }
 
 
-def test_only_dsa_has_blocks_and_shared_rows() -> None:
-    """They were never compared with a reference on HY-V4, whose attention is the same."""
-    assert [family.name for family in known_families() if with_blocks(family.sglang) is not None] == ["dsa"]
+def test_which_families_have_blocks_and_shared_rows() -> None:
+    found = {family.name: with_blocks(family.sglang) for family in known_families()}
+    assert {name: blocks.grouping for name, blocks in found.items() if blocks is not None} == {
+        "dsa": GROUPING,
+        "hy_v4": None,
+    }

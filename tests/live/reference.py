@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.hy_v4 import modeling_hy_v4
 
 from dsa_cpu_platform.recorder import Run, indexers
+from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
+from indexcache_search.hf import indexers as indexers_in_blocks
 from indexcache_search.hf.roles import apply_roles
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
@@ -50,10 +53,31 @@ def load_reference(model: Path) -> Any:
     """The transformers model in float32, one thread, so that it matches from run to run.
 
     HY-V4's checkpoints were trained with interleaved rotary embeddings, as SGLang and vLLM have it; transformers 5.15
-    to 5.24 rotates halves.
+    to 5.24 rotates halves. So a search refuses it, but here its indexers may select in blocks, too.
     """
     modeling_hy_v4.apply_rotary_pos_emb = apply_rotary_pos_emb_interleave
+    INDEXER_ROPES["hy_v4"] = apply_rotary_pos_emb_interleave
+    indexers_in_blocks.index_vectors = rotated_first
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def rotated_first(indexer: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`index_vectors`, also of HY-V4, whose indexers rotate the end of a vector: with parts swapped, products stay."""
+    if not isinstance(indexer, modeling_hy_v4.HYV4Indexer):
+        return index_vectors(indexer, *given)
+    wide = indexer.qk_rope_head_dim
+
+    def swapped(vectors: Tensor) -> Tensor:
+        return torch.cat([vectors[..., -wide:], vectors[..., :-wide]], dim=-1)
+
+    def queries(residual: Tensor) -> Tensor:
+        return swapped(indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))).flatten(-2)
+
+    names = ("qk_rope_head_dim", "head_dim", "n_heads", "softmax_scale", "wk", "weights_proj")
+    like = {name: getattr(indexer, name) for name in names}
+    return index_vectors(
+        SimpleNamespace(**like, wq_b=queries, k_norm=lambda keys: swapped(indexer.k_norm(keys))), *given
+    )
 
 
 def selections(runs: Sequence[Run], requests: Sequence[str]) -> Selections:

@@ -28,6 +28,7 @@ STEPS = 4
 PATTERNS = {
     "glm-moe": ("FSFFSF+2q4+3q4", "FFSFSS+0q16+1q16"),
     "deepseek-v3.2": ("FSFFSF+0q8+5q8",),
+    "hy-v4": ("FFSFFS+0q4+3q4",),
 }
 
 
@@ -110,6 +111,16 @@ def test_a_server(
     lines = noted.read_text().splitlines() if noted.exists() else []
     assert len(lines) == (2 * 3 * 3 if layers else 0)  # ranks, layers, passes with blocks
     assert set(lines) <= {f"{count} 4" for count in range(1, 64)}
+    model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
+    assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
+    assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200
+
+
+@pytest.mark.slow
+def test_a_server_of_hy_v4(tmp_path: Path) -> None:
+    """Attention sinks belong to each query's softmax: its blocks are attended from one by one, also where asked."""
+    folder, pattern = random_models.build("hy-v4", tmp_path / "hy"), Pattern.parse("FFSFFS+1q4+3q4")
+    first, second, runs = serve_a_branch(folder, pattern, tmp_path, STEPS, grouped=None)
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200

@@ -44,6 +44,10 @@ DRAFTS = (
 )
 DATA_PARALLEL = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 CONTEXT = ("--tp-size", "2", "--attn-cp-size", "2", "--enable-prefill-cp", "--cp-strategy", "interleave")
+# Decode context parallelism attends through TRT-LLM's kernels alone.
+DECODE_CONTEXT = (
+    *("--tp-size", "2", "--dcp-size", "2", "--dsa-prefill-backend", "trtllm", "--dsa-decode-backend", "trtllm"),
+)
 STEPS = 8
 INDEX_KEY = 128 + 4  # bytes of a token in a layer: the key in fp8, and its scale
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # drafts and contexts are handled by Triton kernels
@@ -152,9 +156,12 @@ CELLS = {
     "experts": (("--tp-size", "2", "--ep-size", "2"), {"extend", "decode"}),
     "pipeline": (("--pp-size", "2"), {"extend", "decode"}),
     "context": (CONTEXT, {"extend", "decode"}),
+    "context-decoding": ((*CONTEXT, "--enable-cp-decode-attn-tp"), {"extend", "decode"}),
+    "decode-context": (DECODE_CONTEXT, {"extend", "decode"}),
     "everything": ((*DATA_PARALLEL, "--enable-dp-lm-head", "--ep-size", "2", *DRAFTS), TARGET | DRAFT),
 }
 FAST = ("mtp", "everything")
+LINES = {"context-decoding": "Enable CP decode attention TP", "decode-context": "DCP enabled, dcp_size=2"}  # SGLang's
 
 
 @pytest.mark.parametrize("cell", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CELLS])
@@ -164,6 +171,8 @@ def test_it_serves_what_it_serves_alone(
     more, kinds = CELLS[cell]
     with running(folder, tmp_path / "log", *flags, *more, **how(more)) as server:
         check(server, expected, kinds)
+    log = (tmp_path / "log").read_text()
+    assert all((line in log) == (cell == name) for name, line in LINES.items())
 
 
 def test_chunks_in_which_others_decode(
@@ -253,5 +262,5 @@ def test_without_a_warm_up_the_first_request_is_counted(folder: Path, flags: tup
 
 def how(more: Sequence[str]) -> dict[str, str]:
     """The environment of a server with these flags."""
-    changes = INTERPRETED if {DRAFTS[0], CONTEXT[2]} & {*more} else {}
+    changes = INTERPRETED if {DRAFTS[0], CONTEXT[2], DECODE_CONTEXT[2]} & {*more} else {}
     return changes | (TWO if {"--tp-size", "--pp-size"} & {*more} else {})

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.sglang
 
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 BLOCKS = "FSFFSF+2q4+3q4"
+DECODING = "Enable CP decode attention TP"  # SGLang's line
 
 
 def context(ranks: int) -> tuple[str, ...]:
@@ -34,21 +35,23 @@ def context(ranks: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "of_context", "letters", "grouped"),
+    ("ranks", "of_context", "letters", "grouped", "more"),
     [
-        (2, 2, BLOCKS, 3),
-        pytest.param(4, 4, "FSFFSF+0q2+3q2", None, marks=pytest.mark.slow),
-        pytest.param(4, 2, "FFSFSS+0q16+1q16", 3, marks=pytest.mark.slow),
+        (2, 2, BLOCKS, 3, ()),
+        pytest.param(4, 4, "FSFFSF+0q2+3q2", None, (), marks=pytest.mark.slow),
+        pytest.param(4, 2, "FFSFSS+0q16+1q16", 3, (), marks=pytest.mark.slow),
+        pytest.param(2, 2, BLOCKS, 3, ("--enable-cp-decode-attn-tp",), marks=pytest.mark.slow),
     ],
-    ids=["cp2", "cp4", "tp2-cp2"],
+    ids=["cp2", "cp4", "tp2-cp2", "cp2-decoding"],
 )
 def test_chunks_and_a_prefix_hit(
-    ranks: int, of_context: int, letters: str, grouped: int | None, tmp_path: Path
+    ranks: int, of_context: int, letters: str, grouped: int | None, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse(letters)
     first, second, runs = serve_a_branch(
-        folder, pattern, tmp_path, 4, *context(of_context), grouped=grouped, ranks=ranks, **INTERPRETED
+        folder, pattern, tmp_path, 4, *context(of_context), *more, grouped=grouped, ranks=ranks, **INTERPRETED
     )
+    assert (DECODING in (tmp_path / "log").read_text()) == bool(more)
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200

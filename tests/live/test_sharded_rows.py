@@ -57,10 +57,17 @@ def shares(short: dict[str, str]) -> list[tuple[int, int, int]]:
     return [(int(rank), int(rows), int(count)) for rank, rows, count in map(str.split, lines)]
 
 
-def test_a_pattern_with_blocks(tmp_path: Path, short: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "letters", "grouped"),
+    [("glm-moe", "FSFFSF+2q4+3q4", 3), pytest.param("hy-v4", "FFSFFS+1q4+3q4", None, marks=pytest.mark.slow)],
+    ids=["glm", "hy-v4"],
+)
+def test_a_pattern_with_blocks(
+    kind: str, letters: str, grouped: int | None, tmp_path: Path, short: dict[str, str]
+) -> None:
     """Chunks and a prefix hit; exact layers, exact rows and leaders of blocks are shared out."""
-    folder, pattern = random_models.build("glm-moe", tmp_path / "glm"), Pattern.parse("FSFFSF+2q4+3q4")
-    first, second, runs = serve_a_branch(folder, pattern, tmp_path, 4, FLAG, **short)
+    folder, pattern = random_models.build(kind, tmp_path / kind), Pattern.parse(letters)
+    first, second, runs = serve_a_branch(folder, pattern, tmp_path, 4, FLAG, grouped=grouped, **short)
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200

@@ -66,6 +66,7 @@ OF_OTHERS = {
     for name in (
         "admin-api-key api-key attention-backend attn-cp-size chunked-prefill-size config dcp-size disable-radix-cache"
         " dllm-algorithm dp dsa-decode-backend dsa-prefill-backend dsa-topk-backend enable-dp-attention"
+        " enable-cp-decode-attn-tp enable-deepseek-v4-fp4-indexer"
         " enable-dp-lm-head enable-flexkv enable-hisparse enable-lmcache enable-metrics enable-mixed-chunk enable-pdmux"
         " enable-prefill-cp enable-return-indexer-topk enable-torch-compile enable-two-batch-overlap"
         " enable-unified-cache-external-linker enable-unified-memory exclude from-file hisparse-config host"

@@ -1,9 +1,10 @@
 """HY-V4 (Hy4-preview): the attention of DSA, trained with one indexer in four.
 
-SGLang's `HYV4Attention` is a `DeepseekV2AttentionMLA`, so roles, weights and switching are those of DSA. Its
-configuration class fills in the schedule that a config.json leaves out, and there are no pipeline stages. Read:
-sglang/srt/configs/hy_v4.py and srt/models/hunyuan_v4.py of 0.5.23; transformers/models/hy_v4 of 5.19 and 5.23. For
-rotary embeddings on pairs: SGLang and vLLM 0.33, github.com/local-inference-lab/rtx6kpro/issues/90.
+SGLang's `HYV4Attention` is a `DeepseekV2AttentionMLA`, so roles, weights, switching and blocks of prompt queries are
+those of DSA; with its attention sinks, the queries of a block attend one by one. Its configuration class fills in the
+schedule that a config.json leaves out, and there are no pipeline stages. Read: sglang/srt/configs/hy_v4.py and
+srt/models/hunyuan_v4.py of 0.5.23; transformers/models/hy_v4 of 5.19 and 5.23. For rotary embeddings on pairs: SGLang
+and vLLM 0.33, github.com/local-inference-lab/rtx6kpro/issues/90.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_indexcache.families.base import Family
+from sglang_indexcache.families.dsa.blocks.adapter import BlocksAdapter
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 from sglang_indexcache.families.dsa.needs import ATTENTIONS
 from sglang_indexcache.families.dsa.override import TYPES_KEY, freq_pattern
 from sglang_indexcache.families.dsa.rules import HY_V4_FREQ, SGLANG_HY_V4_RULES, VLLM_HY_V4_RULES
-from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
@@ -37,11 +38,12 @@ class HyV4Checkpoint(DsaCheckpoint):
         return freq_pattern(num_layers, HY_V4_FREQ)
 
 
-class HyV4Sglang(DsaSglang):
+class HyV4Sglang(BlocksAdapter):
     """An adapter that serves HY-V4 as DSA."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
     rules = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
+    grouping = None  # `attn_sink` is a part of each query's softmax
 
 
 class HyV4Transformers(DsaTransformers):

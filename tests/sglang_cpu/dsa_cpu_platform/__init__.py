@@ -22,8 +22,9 @@ def activate() -> str:
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`: replace what needs a GPU, and break what a test asks for."""
-    from dsa_cpu_platform import flash_attention, hooks, sabotage
+    from dsa_cpu_platform import flash_attention, hooks, sabotage, trtllm
 
     hooks.register_hooks()
     flash_attention.install()
+    trtllm.install()
     sabotage.apply()

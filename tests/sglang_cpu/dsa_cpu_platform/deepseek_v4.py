@@ -52,13 +52,13 @@ def replace_all(model: Any) -> None:
     _let_index_topk_be_small(deepseek_v4_backend)
     indexer.C4Indexer.compute_q = index_queries
     indexer.fp8_paged_mqa_logits_torch = index_logits
-    real = backend.forward_c4_indexer
+    real = indexer.C4Indexer.forward
 
-    def forward_c4_indexer(self: Any, *args: Any, **kwargs: Any) -> None:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        _record(self, kwargs["forward_batch"], kwargs["c4_indexer"].layer_id, "indexer")
+        _record(kwargs["attn_backend"], kwargs["forward_batch"], self.layer_id, "indexer")
 
-    backend.forward_c4_indexer = forward_c4_indexer
+    indexer.C4Indexer.forward = forward
 
 
 def _let_index_topk_be_small(module: Any) -> None:

@@ -181,6 +181,7 @@ def _buffer(pool: Any, layer_id: int, head_dim: int) -> Tensor:
     buffers: dict[int, Tensor] = pool.__dict__.setdefault(_BUFFERS, {})
     page = pool.page_size
     if layer_id not in buffers:
-        buffers[layer_id] = torch.zeros(pool.size // page + 2, page * (4 * head_dim + 4), dtype=torch.uint8)
+        slots = max(pool.size, pool.index_buf_size)  # of all ranks of decode context parallelism
+        buffers[layer_id] = torch.zeros(slots // page + 2, page * (4 * head_dim + 4), dtype=torch.uint8)
         buffers[layer_id][:, 4 * page * head_dim :].view(torch.float32).fill_(1.0)
     return buffers[layer_id]

@@ -10,8 +10,9 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.runtime_context import get_parallel
 
-from dsa_cpu_platform import deepseek_v4, speculative
+from dsa_cpu_platform import deepseek_v4, speculative, trtllm
 
 
 class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -41,6 +42,8 @@ class DsaCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """The indexer's `weights_proj` is bf16 whatever the model's dtype; float32 runs need float32."""
         _let_data_parallel_attention_run()
         speculative.replace_all()
+        if get_parallel().attn_dcp_size > 1:
+            trtllm.replace_all()
         if find_spec("mooncake") is not None:
             from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 

@@ -33,13 +33,14 @@ class BlocksAdapter(DsaSglang):
         refused_with_blocks: like `refused_flags`, for patterns with such layers.
         refused_with_unions: likewise, where prompts attend over unions of selections.
         sharding: what SGLang must have so that tensor-parallel ranks share out the rows of prompts.
-        grouping: what SGLang must have so that the queries of a block attend together.
+        grouping: what SGLang must have so that the queries of a block attend together; `None` where they never do, and
+            prompts don't attend over unions of selections either.
     """
 
     blocks: ClassVar[Feature] = needs.BLOCKS
     context: ClassVar[Feature] = needs.CONTEXT
     sharding: ClassVar[Feature] = needs.SHARDING
-    grouping: ClassVar[Feature] = needs.GROUPING
+    grouping: ClassVar[Feature | None] = needs.GROUPING
     refused_with_blocks: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dcp_size", "enable_hisparse", "enable_dsa_cache_layer_split"),
         "layers that select for blocks of queries were never tried with it",
@@ -126,7 +127,7 @@ class BlocksAdapter(DsaSglang):
         Raises:
             ProofError: if what it would call is not what was read, or can't attend over unions here.
         """
-        if (pattern.indexers and together) or unions:
+        if self.grouping is not None and ((pattern.indexers and together) or unions):
             from sglang_indexcache.families.dsa.blocks import grouped
 
             backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
