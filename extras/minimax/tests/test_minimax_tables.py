@@ -99,6 +99,16 @@ def test_tables_that_were_written_after_us_are_found_when_graphs_were_captured_a
         ADAPTER.saved(served.runner)
 
 
+def test_prompts_in_graphs_are_refused_once_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the flags said: nobody has seen what such a graph holds."""
+    served = told(monkeypatch)
+    served.runner.prefill_cuda_graph_runner = type("EagerRunner", (), {})()
+    ADAPTER.captured(served.runner, PATTERN)
+    served.runner.prefill_cuda_graph_runner = type("BreakableCudaGraphRunner", (), {})()
+    with pytest.raises(ProofError, match=r"prompts were captured by BreakableCudaGraphRunner.*prefill disabled"):
+        ADAPTER.captured(served.runner, PATTERN)
+
+
 def test_another_backend_in_its_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     served, other = told(monkeypatch), told(monkeypatch)
     served.runner.attn_backend = other.runner.attn_backend

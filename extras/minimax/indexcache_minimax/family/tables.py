@@ -83,8 +83,6 @@ def write(backend: Any, layers: dict[int, Any], pattern: Pattern) -> None:
     setattr(backend, GROUPS, {layer: pattern.source_layers[letter] for letter, layer in enumerate(ids)})
     setattr(backend, GROUP_SIZE, sizes.pop())
     setattr(backend, SWITCH, not pattern.is_full)  # as SGLang has it where nothing is shared
-    backend._decode_topk_buf.clear()  # of another group size
-    backend._topk_cache, backend._topk_cache_owner = {}, None
 
 
 def role(backend: Any, layer: int) -> str:

@@ -26,8 +26,6 @@ def install(record: str | None = None) -> None:
     RECORD[:] = [] if record is None else [Path(record)]
     configurator = importlib.import_module("sglang.srt.mem_cache.kv_cache_configurator")
     configurator.reject_out_of_tree_path = lambda *_, **__: None  # type: ignore[attr-defined]
-    routing = importlib.import_module("sglang.srt.layers.moe.topk")
-    routing.biased_topk_jit_kernel_impl = route  # type: ignore[attr-defined]
     experts = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     experts.swiglu_gpt_oss_sigmoid_alpha = swiglu  # type: ignore[attr-defined]
     operations = importlib.import_module(OPERATIONS)
@@ -35,23 +33,6 @@ def install(record: str | None = None) -> None:
     attention = dict.fromkeys(("flash_prefill_with_gqa_share_sparse", "flash_decode_with_gqa_share_sparse"), attend)
     for name, function in {**stand_ins, **attention}.items():
         setattr(operations, name, function)
-
-
-def route(
-    gating_output: Tensor,
-    correction_bias: Tensor,
-    topk: int,
-    routed_scaling_factor: float,
-    apply_routed_scaling_factor_on_output: bool,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Replaces the kernel that chooses experts: by sigmoid and bias, weighed by the sigmoid alone."""
-    shares = gating_output.float().sigmoid()
-    chosen = (shares + correction_bias).topk(topk, dim=-1, sorted=False).indices
-    weights = shares.gather(1, chosen)
-    weights = weights / weights.sum(-1, keepdim=True)
-    scale = routed_scaling_factor if apply_routed_scaling_factor_on_output else 1.0
-    return weights * scale, chosen.int()
 
 
 def swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
