@@ -42,6 +42,7 @@ NEWEST = (  # files that run with the newest of every dependency, too: engine, k
     "test_kernels_transformers",
     "test_key_commands",
     "test_keys",
+    "test_minimax_engine",
     "test_names_of_transformers",
     "test_offloaded",
     "test_pages",

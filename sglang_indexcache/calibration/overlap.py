@@ -39,6 +39,10 @@ class Overlap(Capturer, Measure):
         """See `Measure.actions`."""
         return {SAMPLE: self._sample, OVERLAP: lambda calibration, runner, body: self.end()}
 
+    def fits(self, calibration: Calibration) -> bool:
+        """See `Measure.fits`."""
+        return calibration.family.sglang.shows_indices
+
     def _sample(self, calibration: Calibration, runner: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         positions = body.get("positions")
         if not isinstance(positions, list) or not all(type(position) is int for position in positions):

@@ -19,9 +19,6 @@ _REASONS = {
         Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration
         Qwen3_5MoeForConditionalGeneration MiniMaxForCausalLM KimiLinearForCausalLM
     """,
-    "its layers choose blocks for each key head, of which no pattern is served: docs/upstream/minimax-m3.md": """
-        MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
-    """,
     "its attention was trained to be sparse": "MiniCPMSALAForCausalLM",
     "its layers are scaled, and those of MiniCPM4.1 were trained to be sparse": "MiniCPMForCausalLM",
     "it sees images, too": """

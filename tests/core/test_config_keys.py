@@ -206,8 +206,6 @@ def test_refused_architectures_are_some_that_an_engine_has() -> None:
     heads = {name for names in (CAUSAL, MODEL_MAPPING_NAMES) for name in map(str, names.values())}
     stems = {name.removesuffix("Model").removesuffix("ForCausalLM") for name in heads}
     only_sglang = {
-        "MiniMaxM3SparseForCausalLM",
-        "MiniMaxM3SparseForConditionalGeneration",
         "MiniCPMSALAForCausalLM",
         "MiniCPMForCausalLM",
         "KimiLinearForCausalLM",
@@ -226,7 +224,6 @@ def test_refused_architectures_are_some_that_an_engine_has() -> None:
 def test_sglang_has_the_refused_architectures_that_transformers_has_not() -> None:
     registry = pytest.importorskip("sglang.srt.models.registry")
     known = set(registry.ModelRegistry.get_supported_archs())
-    assert {"MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"} <= known
     assert {"Dots3NoteForCausalLM", "Glm5NextForConditionalGeneration", "MistralLarge3ForCausalLM"} <= known
 
 

@@ -274,6 +274,6 @@ def test_without_comparisons_their_options_are_unknown() -> None:
 
 def test_all_of_ours_are_found() -> None:
     assert set(extensions("comparisons", ExtraComparison)) == {"harness"}
-    assert set(extensions("families", Family)) == {"dense_gqa"}
+    assert set(extensions("families", Family)) == {"dense_gqa", "minimax_m3"}
     assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
     assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}

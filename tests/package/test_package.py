@@ -66,6 +66,7 @@ for item in pkgutil.walk_packages(sglang_indexcache.__path__, "sglang_indexcache
     assert result.returncode == 0, result.stderr
     servers = (
         "indexcache_dense.family.",
+        "indexcache_minimax.family.",
         "sglang_indexcache.families.dsa.",
         "indexcache_lab.offload.lru_buffer",
     )
@@ -116,6 +117,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
         ("extras/dense/indexcache_dense", ["dense"]),
         ("extras/harness/indexcache_harness", ["harness"]),
         ("extras/lab/indexcache_lab", ["lab"]),
+        ("extras/minimax/indexcache_minimax", ["minimax"]),
         ("extras/train/indexcache_train", ["train"]),
         ("extras/watch/indexcache_watch", ["watch"]),
     ],

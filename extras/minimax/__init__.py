@@ -1,0 +1,1 @@
+"""MiniMax-M3, which shares choices of blocks over layers, and its tests."""
