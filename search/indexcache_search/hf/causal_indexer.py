@@ -10,6 +10,7 @@ from torch import Tensor
 
 from indexcache_kernels.indexer_forward import indexer_forward
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
+from indexcache_search.hf.indexers import check_call
 
 QUERIES = 128  # scored at a time
 
@@ -21,6 +22,7 @@ def causal(indexer: Any, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     selections are the same to the last index, ties and what fills up short ones included. With a key/value cache, or a
     mask that shows later keys, `run` itself runs.
     """
+    check_call(indexer)
 
     def compute(hidden: Tensor, q_resid: Tensor, rotary: tuple[Tensor, Tensor], given: Tensor, *rest: Any) -> Tensor:
         batch, length, _ = hidden.shape

@@ -88,10 +88,7 @@ def apply_roles(
 def _runs(
     model: Any, indexers: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
-    """Return, by layer, the `forward` of indexers that don't run their own: on a CPU, and those that select in blocks.
-
-    What somebody else has put in the place of a `forward` is left.
-    """
+    """Return, by layer, what runs in place of indexers' own `forward`: `causal` on a CPU, and selection in blocks."""
     runs: dict[int, Callable[..., Tensor]] = {}
     if model.config.model_type in INDEXER_ROPES and model.device.type == "cpu":
         own = {site: item for site, item in enumerate(indexers) if item is not None and "forward" not in vars(item)}
