@@ -202,13 +202,13 @@ def test_overlap_and_similarity_are_those_of_the_definitions() -> None:
 
     run("FSSS")
     run("FFFF")  # the last one: its indices stay in `chosen`
-    overlap = engine.topk_overlap(data, rows=SEQ_LEN)
+    overlap = engine.matrix("overlap", data, SEQ_LEN)
     sets = [[set(row) for row in chosen[letter][0, 4 * TOPK :].tolist()] for letter in range(LETTERS)]
     for one in range(LETTERS):
         for other in range(LETTERS):
             common = [len(a & b) / TOPK for a, b in zip(sets[one], sets[other], strict=True)]
             assert overlap[one, other] == pytest.approx(np.mean(common))
-    similarity = engine.output_similarity(data)
+    similarity = engine.matrix("similarity", data, 8)
     rows = slice(4 * TOPK, None)
     expected = torch.cosine_similarity(outputs["FFFF"][1][:, rows], outputs["FSSS"][1][:, rows], dim=-1).mean()
     assert similarity[1, 0] == pytest.approx(expected.item(), abs=1e-5)

@@ -58,8 +58,10 @@ def test_the_kernels_give_the_same(config: dict[str, Any]) -> None:
             assert evaluation.losses == pytest.approx(naive[roles].losses, rel=1e-4, abs=1e-5)
     assert engine.settings["attention"] == "kernels"
     data = random_tokens()
-    np.testing.assert_allclose(engine.topk_overlap(data, 8), tiny_engine(config).topk_overlap(data, 8))
-    np.testing.assert_allclose(engine.output_similarity(data), tiny_engine(config).output_similarity(data), atol=1e-4)
+    np.testing.assert_allclose(engine.matrix("overlap", data, 8), tiny_engine(config).matrix("overlap", data, 8))
+    np.testing.assert_allclose(
+        engine.matrix("similarity", data, 8), tiny_engine(config).matrix("similarity", data, 8), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,16 +261,16 @@ def test_overlap_counts_common_tokens(config: dict[str, Any]) -> None:
             for j in range(LAYERS):
                 common = [len(sets[i][q] & sets[j][q]) / TOPK for q in range(TOPK, data.seq_len)]
                 expected[i, j] += np.mean(common) / 2
-    measured = engine.topk_overlap(data, rows=1000)
+    measured = engine.matrix("overlap", data, 1000)
     np.testing.assert_allclose(measured, expected, atol=1e-9)
     assert np.all(np.diag(measured) == 1.0)
-    assert np.abs(engine.topk_overlap(data, rows=16) - expected).max() < 0.2  # a sample of the same
+    assert np.abs(engine.matrix("overlap", data, 16) - expected).max() < 0.2  # a sample of the same
 
 
 def test_similarity_compares_own_with_reused_indices(config: dict[str, Any]) -> None:
     """Against a second way: run the pattern that only flips layer i onto j's indices, and compare layer i's output."""
     engine, data = tiny_engine(config), random_tokens(sequences=1)
-    measured = engine.output_similarity(data)
+    measured = engine.matrix("similarity", data, 8)
     tokens = torch.from_numpy(data.tokens.astype(np.int64))
 
     def attention_output(layer: int, pattern: Pattern) -> torch.Tensor:
@@ -292,8 +294,8 @@ def test_similarity_compares_own_with_reused_indices(config: dict[str, Any]) -> 
 def test_measurements_know_locked_layers() -> None:
     config = tiny_config(indexer_types=indexer_types(Pattern("FFSFFF")))
     engine, data = tiny_engine(config), random_tokens(sequences=1)
-    assert engine.topk_overlap(data, 8)[1, 2] == 1.0
-    assert engine.output_similarity(data)[2, 1] == pytest.approx(1.0, abs=1e-6)
+    assert engine.matrix("overlap", data, 8)[1, 2] == 1.0
+    assert engine.matrix("similarity", data, 8)[2, 1] == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(PatternError, match="F for layer 2"):
         list(engine.evaluate([Pattern.full(LAYERS)], data, "nll"))
 

@@ -105,6 +105,8 @@ def test_other_parameters_are_refused_before_anything_runs(monkeypatch: pytest.M
         resolve_attention("kernels", torch.device("cuda"))
     with pytest.raises(SearchError, match=line), apply_roles(model, Pattern.parse("FFFFFF+2q4"), prompt=PROMPT):
         pass
+    with pytest.raises(SearchError, match=line), apply_roles(model, Pattern("FSFSFS")):
+        pass
     with pytest.raises(SearchError, match=line):
         Distillation(model, Pattern("FSFSFS"), "warmup")
 
@@ -120,11 +122,11 @@ def test_an_attention_that_takes_no_indices_is_not_measured(monkeypatch: pytest.
     config = tiny_config(indexer_types=["full", "shared"] * 3)
     model, forward = tiny_model(config), GlmMoeDsaAttention.forward
     description = describe(config, "tiny")
-    assert output_similarity(model, description, [TOKENS])[1, 1] == pytest.approx(1)
+    assert output_similarity(model, description, TOKENS)[1, 1] == pytest.approx(1)
 
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(GlmMoeDsaAttention, "forward", renamed)
     with pytest.raises(SearchError, match="GlmMoeDsaAttention of transformers takes no prev_topk_indices"):
-        output_similarity(model, description, [TOKENS])
+        output_similarity(model, description, TOKENS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -23,21 +22,18 @@ from sglang_indexcache.families import family_of_modules
 
 
 @torch.inference_mode()
-def topk_overlap(
-    model: nn.Module, description: ModelLayers, sequences: Iterable[Tensor], rows: int
-) -> NDArray[np.float64]:
+def topk_overlap(model: nn.Module, description: ModelLayers, tokens: Tensor, rows: int) -> NDArray[np.float64]:
     """Return the mean of |T_i & T_j| / k over layers i and j (paper, Appendix A).
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs.
-        sequences: tokens of each, `[1, seq_len]`.
-        rows: queries per sequence, evenly spread over those that see more than k tokens.
+        tokens: of a sequence, `[1, seq_len]`.
+        rows: how many queries, evenly spread over those that see more than k tokens.
 
     Returns:
         `[layers, layers]`, symmetric, 1 on the diagonal.
     """
-    total, count = np.zeros((description.num_layers, description.num_layers)), 0
     selected: dict[int, Tensor] = {}  # by layer, [queries, tokens]: 1 for selected tokens
 
     def keep(layer: int, indices: Tensor) -> None:
@@ -46,23 +42,20 @@ def topk_overlap(
         chosen = indices[0, sampled.to(indices.device)].long()
         selected[layer] = torch.zeros(len(chosen), length, device=indices.device).scatter_(-1, chosen, 1.0)
 
-    for tokens in sequences:
-        with apply_roles(model, description.native, keep):
-            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        masks = torch.stack([selected[source].cpu().flatten() for source in description.native.source_layers])
-        total += (masks @ masks.T).double().numpy() / description.index_topk
-        count += len(selected[0])
-    return total / count
+    with apply_roles(model, description.native, keep):
+        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+    masks = torch.stack([selected[source].cpu().flatten() for source in description.native.source_layers])
+    return np.asarray((masks @ masks.T).double().numpy() / description.index_topk / len(selected[0]))
 
 
 @torch.inference_mode()
-def output_similarity(model: nn.Module, description: ModelLayers, sequences: Iterable[Tensor]) -> NDArray[np.float64]:
+def output_similarity(model: nn.Module, description: ModelLayers, tokens: Tensor) -> NDArray[np.float64]:
     """Return the mean cosine of layer i's attention outputs with its own and with layer j's indices.
 
     Args:
         model: a transformers model of a family in `sglang_indexcache.families`.
         description: its layers; the native pattern runs below layer i.
-        sequences: tokens of each, `[1, seq_len]`; the indices of all layers are held for one sequence.
+        tokens: of a sequence, `[1, seq_len]`; the indices of all layers are held.
 
     Returns:
         `[i, j]`, 1 on the diagonal, 0 for j > i. Only queries that see more than k tokens count (paper, Appendix C).
@@ -70,7 +63,7 @@ def output_similarity(model: nn.Module, description: ModelLayers, sequences: Ite
     letters = description.num_layers
     decoder: Any = model.model
     indexers = family_of_modules(model).transformers.indexer_modules(model)
-    total, count = np.zeros((letters, letters)), 0
+    total = np.zeros((letters, letters))
     indices: dict[int, Tensor] = {}
 
     def compare(letter: int, attention: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -87,10 +80,8 @@ def output_similarity(model: nn.Module, description: ModelLayers, sequences: Ite
             attention = decoder.layers[layer].self_attn
             stack.enter_context(attention.register_forward_hook(partial(compare, letter), with_kwargs=True))
         stack.enter_context(apply_roles(model, description.native, indices.__setitem__))
-        for tokens in sequences:
-            model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-            count += 1
-    return total / count
+        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+    return total
 
 
 def _run_with_indices(

@@ -97,7 +97,7 @@ def _extras() -> tuple[EngineKind, ...]:
 def _transformers(model: str, run: RunSettings, around: Surroundings) -> AbstractContextManager[Engine]:
     from indexcache_search.engines.transformers import TransformersEngine  # takes seconds to import
 
-    return nullcontext(TransformersEngine.load(model, **run.here, notice=around.announce))
+    return nullcontext(TransformersEngine.load(model, **run.here, notice=around.announce).side_by_side())
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -15,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines import measurements
 from indexcache_search.engines.base import OVERLAP, SIMILARITY
+from indexcache_search.engines.measurements import output_similarity, topk_overlap
 from indexcache_search.engines.prefix import PrefixCache, run_from_cache
+from indexcache_search.engines.side_by_side import R, Rows, side_by_side, with_same_weights
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation import objectives
 from indexcache_search.evaluation.losses import Evaluation
@@ -40,6 +43,8 @@ from sglang_indexcache.io.redaction import redacted
 from sglang_indexcache.model.files import ModelFiles
 from sglang_indexcache.pattern import SHARED
 from sglang_indexcache.pattern.selection import PatternSelection
+
+LONG = 2048  # tokens: longer sequences keep PyTorch's own threads busy, and need their memory twice
 
 
 class TransformersEngine:
@@ -90,6 +95,7 @@ class TransformersEngine:
         if attention == "kernels":
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
+        self._lanes: list[Self] = []
 
     @classmethod
     def load(
@@ -135,6 +141,18 @@ class TransformersEngine:
         kind = own.get(family.name, cls)
         return kind(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)  # type: ignore[no-any-return]
 
+    def side_by_side(self) -> Self:
+        """Run two sequences at a time from now on where that is faster, on the cores of a CPU; return this engine.
+
+        Results are those of the threads that a lane has. It does not see what is changed at `torch_model` afterwards.
+        """
+        plain = type(self) is TransformersEngine and self._attention is nullcontext and self.batch_size == 1
+        if plain and self.torch_model.device.type == "cpu" and torch.get_num_threads() > 1:
+            for model in (self.torch_model, with_same_weights(self.torch_model)):
+                self._lanes.append(copy(self))
+                self._lanes[-1].torch_model, self._lanes[-1]._cache = model, PrefixCache(self._cache.limit / 2)
+        return self
+
     def check_unchanged(self) -> None:
         """See `Engine.check_unchanged`."""
         if self.files is not None:
@@ -150,13 +168,11 @@ class TransformersEngine:
     ) -> Iterator[Evaluation]:
         """See `Engine.evaluate`; patterns that share their first roles run one after the other."""
         asked = list(range(data.num_sequences) if rows is None else rows)
-        cache = None if fresh or not self._prefixes_fit(data, len(asked)) else self._cache
+        cached = not fresh and self._prefixes_fit(data, len(asked))
         for pattern in sorted(patterns, key=order):
-            yield self._evaluation(pattern, data, objective, asked, cache)
+            yield self._evaluation(pattern, data, objective, asked, cached)
 
-    def runner(
-        self, plan: Any, data: TokenSet, cache: PrefixCache | None
-    ) -> Callable[[Sequence[int]], tuple[Tensor, int]]:
+    def runner(self, plan: Any, data: TokenSet, cache: PrefixCache | None) -> Callable[[Rows], tuple[Tensor, int]]:
         """Return a function that runs `plan` on some rows of `data`.
 
         It returns post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and the layer-tokens of a row.
@@ -164,32 +180,32 @@ class TransformersEngine:
         _check_scored(plan, data)
         return partial(self._hidden, plan, data, cache)
 
-    def _evaluation(
-        self, plan: Plan, data: TokenSet, objective: Objective, rows: Sequence[int], cache: PrefixCache | None
-    ) -> Evaluation:
+    def _evaluation(self, plan: Plan, data: TokenSet, objective: Objective, rows: Rows, cached: bool) -> Evaluation:
         """Evaluate a plan on `rows`, batch by batch."""
-        began, run = time.monotonic(), self.runner(plan, data, cache)
-        scores: list[tuple[float, int, int, int]] = []
+
+        def run(lane: TransformersEngine, batch: Rows) -> list[tuple[float, int, int, int]]:
+            cache = lane._cache if cached else None
+            before = lane._keep_baselines(batch, data, cache) if objective == "kl" else 0
+            hidden, layer_tokens = lane.runner(plan, data, cache)(batch)
+            scores = (lane._score(states, row, data, objective) for row, states in zip(batch, hidden, strict=True))
+            return [(*score, before + layer_tokens) for score in scores]
+
+        began = time.monotonic()
         with memory_error_in_one_line(
             f"--seq-len {data.seq_len} and --batch-size {self.batch_size}",
             "shorter sequences, a smaller batch, a smaller --engine prefix_cache_gb or a larger device",
         ):
-            for start in range(0, len(rows), self.batch_size):
-                batch = rows[start : start + self.batch_size]
-                before = self._keep_baselines(batch, data, cache) if objective == "kl" else 0
-                hidden, layer_tokens = run(batch)
-                for row, states in zip(batch, hidden, strict=True):
-                    scores.append((*self._score(states, row, data, objective), before + layer_tokens))
+            batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+            scores = chain.from_iterable(self._each(run, data, batches))
         losses, correct, tokens, costs = zip(*scores, strict=True)
-        return Evaluation(
-            pattern=plan,
-            rows=tuple(rows),
-            losses=losses,
-            correct=correct,
-            tokens=tokens,
-            layer_tokens=costs,
-            seconds=time.monotonic() - began,
-        )
+        cost: dict[str, Any] = {"layer_tokens": costs, "seconds": time.monotonic() - began}
+        return Evaluation(pattern=plan, rows=tuple(rows), losses=losses, correct=correct, tokens=tokens, **cost)
+
+    def _each(self, work: Callable[[Self, Rows], R], data: TokenSet, batches: Sequence[Rows]) -> list[R]:
+        """Return what `work` gives with each of `batches`, in their order, side by side where that is set."""
+        if not self._lanes or data.seq_len > LONG:
+            return [work(self, batch) for batch in batches]
+        return side_by_side(self._lanes, work, batches)
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
         """Return true if the states of one pattern's run fit into the prefix cache."""
@@ -209,14 +225,15 @@ class TransformersEngine:
 
     def matrix(self, name: str, data: TokenSet, rows: int) -> NDArray[np.float64] | None:
         """See `Engine.matrix`."""
-        if name == OVERLAP:
-            return self.topk_overlap(data, rows)
-        return self.output_similarity(data) if name == SIMILARITY else None
+        measure: Any = {OVERLAP: partial(topk_overlap, rows=rows), SIMILARITY: output_similarity}
 
-    def topk_overlap(self, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """See `measurements.topk_overlap`."""
-        with self._attention():
-            return measurements.topk_overlap(self.torch_model, self.model, self._sequences(data), rows)
+        def run(lane: TransformersEngine, batch: Rows) -> Any:
+            with lane._attention():
+                return measure[name](lane.torch_model, lane.model, lane._tokens(data, batch))
+
+        if name not in measure:
+            return None
+        return np.asarray(sum(self._each(run, data, [[row] for row in range(data.num_sequences)])) / data.num_sequences)
 
     def selections(self, pattern: Pattern, data: TokenSet, row: int, steps: int) -> dict[int, NDArray[np.int32]]:
         """Return the selections of the last `steps` queries, `[rows, steps, k]`, by selecting layer; -1 for none.
@@ -238,11 +255,6 @@ class TransformersEngine:
             self.torch_model(self._tokens(data, [row]), use_cache=False, logits_to_keep=1)
         return found
 
-    def output_similarity(self, data: TokenSet) -> NDArray[np.float64]:
-        """See `measurements.output_similarity`."""
-        with self._attention():
-            return measurements.output_similarity(self.torch_model, self.model, self._sequences(data))
-
     def _tokens(self, data: TokenSet, rows: Sequence[int]) -> Tensor:
         return torch.from_numpy(data.tokens[list(rows)].astype(np.int64)).to(self.torch_model.device)
 
@@ -252,13 +264,8 @@ class TransformersEngine:
             return None
         return torch.from_numpy(data.prompt[list(rows), start:]).to(self.torch_model.device)
 
-    def _sequences(self, data: TokenSet) -> Iterator[Tensor]:
-        return (self._tokens(data, [row]) for row in range(data.num_sequences))
-
     @torch.inference_mode()
-    def _hidden(
-        self, pattern: Pattern, data: TokenSet, cache: PrefixCache | None, rows: Sequence[int]
-    ) -> tuple[Tensor, int]:
+    def _hidden(self, pattern: Pattern, data: TokenSet, cache: PrefixCache | None, rows: Rows) -> tuple[Tensor, int]:
         """Return post-norm hidden states `[rows, tokens, hidden]` of the last tokens, and layer-tokens per row."""
         tokens, states = self._tokens(data, rows), PrefixCache(0) if cache is None else cache
         with self._attention():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
+from indexcache_search.hf.causal_indexer import causal
 from indexcache_search.hf.indexers import check_call, in_blocks
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
@@ -60,7 +61,7 @@ def apply_roles(
     indexers = adapter.indexer_modules(model)
     pattern.check_fits(len(indexers), [site for site, indexer in enumerate(indexers) if indexer is None])
     kept: list[Tensor] = [] if carried is None else [carried]
-    block_runs = _block_runs(model, indexers, pattern, prompt)
+    runs = _runs(model, indexers, pattern, prompt)
 
     def replacement(site: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -79,16 +80,19 @@ def apply_roles(
         if hasattr(getattr(indexer, "forward", None), _MARK):
             raise RuntimeError("roles are already applied to this model; leave the first `with` block before")
         if indexer is not None:
-            changes.append((indexer, "forward", replacement(site, block_runs.get(site, indexer.forward))))
+            changes.append((indexer, "forward", replacement(site, runs.get(site, indexer.forward))))
     with replaced(*changes):
         yield
 
 
-def _block_runs(
+def _runs(
     model: Any, indexers: Sequence[Any], pattern: Pattern, prompt: Tensor | None
 ) -> dict[int, Callable[..., Tensor]]:
-    """Return, by layer, the `forward` of indexers that select in blocks."""
+    """Return, by layer, what runs in place of indexers' own `forward`: `causal` on a CPU, and selection in blocks."""
     runs: dict[int, Callable[..., Tensor]] = {}
+    if model.config.model_type in INDEXER_ROPES and model.device.type == "cpu":
+        own = {site: item for site, item in enumerate(indexers) if item is not None and "forward" not in vars(item)}
+        runs = {site: causal(indexer, indexer.forward) for site, indexer in own.items()}
     for item in pattern.indexers:
         indexer = indexers[item.layer]
         if model.config.model_type not in INDEXER_ROPES:
@@ -96,5 +100,5 @@ def _block_runs(
         check_call(indexer)
         if prompt is None:
             raise SearchError(f"{item}: expected data with prompts, where queries may share a selection (--reply)")
-        runs[item.layer] = in_blocks(indexer, indexer.forward, item.queries, prompt)
+        runs[item.layer] = in_blocks(indexer, runs.get(item.layer, indexer.forward), item.queries, prompt)
     return runs
