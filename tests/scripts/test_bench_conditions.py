@@ -80,11 +80,10 @@ def test_what_would_fail_in_an_engine_fails_before(texts: tuple[str, ...], line:
 
 def test_engines_side_by_side_have_ports_of_their_own() -> None:
     """SGLang derives 233 to 240 behind the first port for data-parallel attention, and draws from 22000 on."""
-    found = list(islice(ports(), 12))
+    run, another = ports(), ports()
+    found = [*islice(run, 6), *islice(another, 6)]
     used = [number for place in found for number in (*place.values(), *range(place["port"] + 233, place["port"] + 241))]
     assert len(set(used)) == len(used) and max(used) < 22000
-    of_another_run = {place["port"] for place in ports()}
-    assert of_another_run and not of_another_run & {place["port"] for place in found}
 
 
 def test_an_engines_arguments_are_those_of_a_server() -> None:

@@ -12,7 +12,7 @@ import pytest
 from indexcache_search.errors import SearchError
 from indexcache_search.searching.settings import Budget, Settings
 from indexcache_search.strategies.base import TimeGoal
-from indexcache_search.strategies.budget import gains
+from indexcache_search.strategies.budget import gains, pricing
 from indexcache_search.strategies.budget.table import TABLES, LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
@@ -181,8 +181,9 @@ def test_published_patterns_have_the_gain_of_a_whole_model(monkeypatch: pytest.M
 def test_tables_of_whole_models_go_before_those_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: LatencyTable.load(name) for name in ("glm-5-tp8", "glm-5-dp")}
     made["made"] = LatencyTable.model_validate(whole_table())
-    monkeypatch.setattr(gains, "known", lambda: list(made))
-    monkeypatch.setattr(gains, "LatencyTable", type("Loaded", (), {"load": staticmethod(made.__getitem__)}))
+    monkeypatch.setattr(pricing, "known", lambda: list(made))
+    for module in (gains, pricing):
+        monkeypatch.setattr(module, "LatencyTable", type("Loaded", (), {"load": staticmethod(made.__getitem__)}))
     pattern = known_patterns()[0].pattern
     assert [table.name for table in gains.tables_for("GlmMoeDsaForCausalLM", pattern)] == ["made"]
     del made["made"]

@@ -28,9 +28,9 @@ class BlockEngine(TransformersEngine):
         total, count = np.zeros((self.model.num_layers, self.model.num_layers)), 0
         queries = torch.from_numpy(sampled_queries(data.seq_len, self.model.first_sparse_position, rows))
         chosen: dict[int, Tensor] = {}
-        for tokens in self._sequences(data):
+        for row in range(data.num_sequences):
             with apply_roles(self.torch_model, self.model.native, chosen.__setitem__):
-                self.torch_model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+                self.torch_model(input_ids=self._tokens(data, [row]), use_cache=False, logits_to_keep=1)
             masks = torch.stack([self._mask(chosen[site][0][:, queries], data) for site in range(len(chosen))])
             total += (masks @ masks.T).double().cpu().numpy() / chosen[0].shape[-1]
             count += chosen[0].shape[1] * len(queries)

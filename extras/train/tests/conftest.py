@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from extras.train.tests.distilling import distill
 from tests.conftest import VOCAB
+
+DRAW = Figure.savefig
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +25,10 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(model_folder: Path, training: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run."""
+    """A whole run, with its pictures even where the first test that wants it draws none."""
     output = tmp_path_factory.mktemp("trained") / "out"
-    code, text = distill(model_folder, training, output)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", DRAW)
+        code, text = distill(model_folder, training, output)
     assert code == 0, text
     return output

@@ -36,7 +36,6 @@ _ERROR = re.compile(r"\w*(Error|Exception)\b|indexcache: |[Rr]efus|out of memory
 _ECHO = re.compile(r"died|[Ss]igquit|EOFError|SystemExit|shutdown|Broken pipe")  # of a process that another one ended
 _PORTS, _ROOM = range(10000, 22000), 400  # SGLang draws its own from 22000 on, and derives some from its first one
 _DERIVED = (0, 1, *range(233, 250))
-_HELD: list[socket.socket] = []  # the last port of each room, so that another run takes other rooms
 
 
 @dataclass(frozen=True)
@@ -156,18 +155,16 @@ def ports() -> Iterator[dict[str, int]]:
     """Yield `port` and `nccl_port` of one engine after the other, side by side on this machine.
 
     SGLang binds them minutes after it has looked whether they are free, so engines that draw their own can meet, and so
-    could those of two runs: one port of each is held until this process ends.
+    could those of two runs: keep the iterator until engines are up, it holds a port of each.
     """
     starts = [*range(_PORTS.start, _PORTS.stop, _ROOM)]
-    for start in random.sample(starts, len(starts)):
-        held = socket.socket()
-        with suppress(OSError):
-            held.bind(("127.0.0.1", start + _ROOM - 1))
-            if _free(start + offset for offset in _DERIVED):
-                _HELD.append(held)
-                yield {"port": start, "nccl_port": start + 1}
-                continue
-        held.close()
+    with ExitStack() as held:
+        for start in random.sample(starts, len(starts)):
+            last = held.enter_context(socket.socket())
+            with suppress(OSError):
+                last.bind(("127.0.0.1", start + _ROOM - 1))
+                if _free(start + offset for offset in _DERIVED):
+                    yield {"port": start, "nccl_port": start + 1}
 
 
 def _free(numbers: Iterable[int]) -> bool:
