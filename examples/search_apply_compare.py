@@ -2,7 +2,7 @@
 
     python examples/search_apply_compare.py [OUTPUT [SEQUENCES]]
 
-It takes about four minutes on two cores; 4 sequences are a quick look.
+It takes some three minutes on two cores; 6 sequences, one of each source, are a quick look.
 """
 
 from __future__ import annotations

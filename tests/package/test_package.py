@@ -209,7 +209,7 @@ def test_the_wheel_runs_the_demo_outside_the_checkout(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True, capture_output=True, timeout=600)
-    command = [sys.executable, "-P", ROOT / "examples" / "search_apply_compare.py", "out", "4"]
+    command = [sys.executable, "-P", ROOT / "examples" / "search_apply_compare.py", "out", "6"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     where = [sys.executable, "-c", "import indexcache_search; print(indexcache_search.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
