@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from extras.train.tests.distilling import distill
 from tests.conftest import VOCAB
-
-DRAW = Figure.savefig
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +22,8 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(model_folder: Path, training: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run, with its pictures even where the first test that wants it draws none."""
+    """A whole run."""
     output = tmp_path_factory.mktemp("trained") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", DRAW)
-        code, text = distill(model_folder, training, output)
+    code, text = distill(model_folder, training, output)
     assert code == 0, text
     return output

@@ -17,7 +17,7 @@ from sglang_indexcache.io.messages import MODEL_CHANGED
 from sglang_indexcache.pattern_file.file import PatternFile
 from tests.forked import forked, killed_at
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("no_pictures")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def test_the_same_command_again_trains_nothing(trained: Path, model_folder: Path, training: Path) -> None:
