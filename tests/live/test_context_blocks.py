@@ -38,7 +38,7 @@ def context(ranks: int) -> tuple[str, ...]:
     ("ranks", "of_context", "letters", "grouped", "more"),
     [
         (2, 2, BLOCKS, 3, ()),
-        pytest.param(4, 4, "FSFFSF+0q2+3q2", None, (), marks=pytest.mark.slow),
+        pytest.param(4, 4, "FFSFSF+0q2+3q2", None, (), marks=pytest.mark.slow),
         pytest.param(4, 2, "FFSFSS+0q16+1q16", 3, (), marks=pytest.mark.slow),
         pytest.param(2, 2, BLOCKS, 3, ("--enable-cp-decode-attn-tp",), marks=pytest.mark.slow),
     ],
