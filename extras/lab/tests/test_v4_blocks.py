@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from indexcache_lab import unread as lab_unread
 from indexcache_lab.v4_blocks import RATIO, check_queries, needs, serving
 from indexcache_lab.v4_blocks import __main__ as launcher
 from indexcache_lab.v4_blocks.definition import in_blocks
@@ -461,12 +462,12 @@ def test_a_source_that_nobody_read_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """Each of the functions and classes, one at a time."""
     assert {need.target.removeprefix("sglang.") for need in needs.BLOCKS.reads} == needs.READ.keys()
     source: Any = SimpleNamespace(version="0.5.99", definition=lambda need: need.target)
-    monkeypatch.setattr(needs, "digest", lambda text: next(iter(needs.READ[text.removeprefix("sglang.")]), ""))
+    monkeypatch.setattr(lab_unread, "digest", lambda text: next(iter(needs.READ[text.removeprefix("sglang.")]), ""))
     assert needs.unread(source) is None
     for changed in needs.BLOCKS.reads:
         read = {**needs.READ, changed.target.removeprefix("sglang."): {"": "0.5.23"}}
         monkeypatch.setattr(
-            needs, "digest", lambda text, was=dict(needs.READ): next(iter(was[text.removeprefix("sglang.")]))
+            lab_unread, "digest", lambda text, was=dict(needs.READ): next(iter(was[text.removeprefix("sglang.")]))
         )
         with monkeypatch.context() as patch:
             patch.setattr(needs, "READ", read)

@@ -9,9 +9,8 @@ none by itself.
 
 from __future__ import annotations
 
-from sglang_indexcache.io.refusal import UNREAD_FLAG
+from indexcache_lab.unread import first_unread
 from sglang_indexcache.sglang.probes import Feature, Need, SglangSource
-from sglang_indexcache.sglang.read_sources import digest
 
 POOL = "HiSparseDSATokenToKVPool"
 _BUILDER, _SIZES = "srt.mem_cache.kv_cache_configurator", "srt.model_executor.pool_configurator"
@@ -74,11 +73,4 @@ READ = {  # dotted path below `sglang.`: digest, version
 
 def unread(source: SglangSource) -> str | None:
     """Return one line if a function or class that is relied on is not as it was read, or `None`."""
-    for need in FREED.reads:
-        known = READ[need.target.removeprefix("sglang.")]
-        if digest(source.definition(need) or "") not in known:
-            return (
-                f"nobody here has read {need.target} as it is in SGLang {source.version}, and {FREED.name} relies on"
-                f" it; read: {', '.join(known.values())}; expected one of those, or {UNREAD_FLAG}"
-            )
-    return None
+    return first_unread(source, FREED, READ)

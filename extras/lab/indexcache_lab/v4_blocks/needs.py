@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_indexcache.io.refusal import UNREAD_FLAG
+from indexcache_lab.unread import first_unread
 from sglang_indexcache.sglang.probes import LOAD_GRAPHS, Feature, Need, SglangSource
-from sglang_indexcache.sglang.read_sources import digest
 
 _INDEXER, _BACKEND = "srt.layers.attention.dsv4.indexer", "srt.layers.attention.deepseek_v4_backend"
 SELECTS = Need(
@@ -53,11 +52,4 @@ READ: dict[str, dict[str, str]] = {  # dotted path below `sglang.`: digest, vers
 
 def unread(source: SglangSource) -> str | None:
     """Return one line if a function or class that is relied on is not as it was read, or `None`."""
-    for need in BLOCKS.reads:
-        known = READ[need.target.removeprefix("sglang.")]
-        if digest(source.definition(need) or "") not in known:
-            return (
-                f"nobody here has read {need.target} as it is in SGLang {source.version}, and {BLOCKS.name} relies on"
-                f" it; read: {', '.join(known.values())}; expected one of those, or {UNREAD_FLAG}"
-            )
-    return None
+    return first_unread(source, BLOCKS, READ)
