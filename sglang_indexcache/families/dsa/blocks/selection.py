@@ -189,7 +189,7 @@ class WholePlan(BlockPlan):
 
     @cached_property
     def exact(self) -> Tensor | slice:
-        """The places of the queries that select for themselves, `[E]`; a slice where they stand behind all blocks."""
+        """Places of the queries that select for themselves, `[E]`; a slice behind all blocks, if ranks divide them."""
         if self.begin == 0:
             return slice(self.blocks * self.queries_here, self.context.count(self.count))
         return self.places[self.blocks :].long()
