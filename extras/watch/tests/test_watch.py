@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_metrics_say_what_is_lost_and_stay_after_a_breach(
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 seen.extend(answer.read().decode().splitlines())
 
-    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     log.write_text(finished([1], []) + losing_requests(100))
     assert watch(pair, log, "--port", str(port), "--hold", "77").exit_code == 1
     values = dict(line.rsplit(" ", 1) for line in seen if not line.startswith("#"))
@@ -135,7 +136,7 @@ def test_a_log_is_followed(pair: tuple[Stub, Stub], log: Path, monkeypatch: pyte
             with log.open("a") as file:
                 file.write(losing_requests(200))
 
-    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     result = watch(pair, log, "--follow")
     assert result.exit_code == 1 and len(pair[0].asked) > 40, result.output
 

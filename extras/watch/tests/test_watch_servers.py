@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,11 +160,12 @@ def test_a_server_that_does_not_answer_for_a_while_is_waited_for(
         return 1.0
 
     pair[0].loss = fail
-    monkeypatch.setattr(run_module.time, "sleep", lambda seconds: stop_at(seconds))
 
-    def stop_at(seconds: float) -> None:
+    def sleep(seconds: float) -> None:
         if seconds == run_module.POLL_SECONDS:
             raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     result = watch(pair, log, "--follow")
     assert "Traceback" not in result.output
@@ -185,7 +188,7 @@ def test_pauses_grow_up_to_a_minute_and_are_counted(
                 seen.extend(answer.read().decode().splitlines())
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
 
     def fail(token: int) -> float:
         if not pauses:
@@ -225,7 +228,7 @@ def test_a_request_that_a_server_fails_on_each_time_is_left_out(
         if seconds == run_module.POLL_SECONDS:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     watch(pair, log, "--follow")
     assert len(rows(tmp_path)) == 40 and len(pauses) == 4
 
