@@ -10,33 +10,29 @@ if __name__ == "__main__":  # before the other imports, so that Ctrl-C while the
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
 from sglang_indexcache import process
-from sglang_indexcache.checkpoint import override_alone
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.checkpoint.environment import Environment
-from sglang_indexcache.checkpoint.fit import as_text, check, remarks
+from sglang_indexcache.checkpoint.findings import Checked, Launch, Listing, reader, remarks_on
+from sglang_indexcache.checkpoint.fit import as_text, check
 from sglang_indexcache.command_line import exit_codes, shown_command
-from sglang_indexcache.families.base import Family
-from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.http import served_table, servers
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.io.errors import IndexCacheError, PatternError
+from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file import known
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec, spells_letters
 from sglang_indexcache.pattern_file.result_folder import ResultFolder
-from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
 from sglang_indexcache.process import exit_line
-from sglang_indexcache.serving.launch_judge import family_in, judge
-from sglang_indexcache.serving.preflight import replacing, unread
-from sglang_indexcache.sglang.asked import Asked, split_arguments
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
+from sglang_indexcache.serving.preflight import unread_features
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from sglang_indexcache.version import requirement, version
@@ -111,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a launch line of SGLang's: what was run together, what is refused, and what can't be judged",
     )
     parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
-    parser.add_argument("--known", action="store_true", help="list the patterns that others published")
+    listings = {name: each() for name, each in extensions("listings", Listing).items()}
+    for name, listing in listings.items():
+        parser.add_argument(f"--{name}", action="store_true", help=listing.help)
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="an unpacked wheel instead of the installed one")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
@@ -122,8 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(word in ([], "--") for word in (value if name == "server" else [value])):  # up to Python 3.11 `--` is []
             parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
-    if [options.environment, options.known, options.pattern is not None, pasted].count(True) != 1:
-        parser.error(f"expected one of a pattern, --environment, --known, and --model with {FLAG}")
+    listed = [listing for name, listing in listings.items() if getattr(options, name)]
+    if [options.environment, *map(bool, listed), options.pattern is not None, pasted].count(True) != 1:
+        named = ", ".join(("--environment", *(f"--{name}" for name in listings)))
+        parser.error(f"expected one of a pattern, {named}, and --model with {FLAG}")
     for flag, given, wanted in (
         ("--model", options.pattern is None and options.model and not pasted, "a pattern"),
         ("--server", options.pattern is None and options.server, "a pattern"),
@@ -139,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given:
             parser.error(f"{flag} is used with {wanted} alone")
     try:
-        if options.known:
-            return _known(options)
+        if listed:
+            return _listing(options, listed[0])
         if pasted:
             return _override(options)
         return _environment(options) if options.environment else _pattern(options)
@@ -175,23 +175,15 @@ def _environment(options: argparse.Namespace) -> int:
     return 0 if environment.can_serve else 1
 
 
-def _known(options: argparse.Namespace) -> int:
-    found = known.known_patterns()
-    listed = [
-        {
-            "path": str(item.path),
-            **item.file.model_dump(mode="json", by_alias=True),
-            "estimates": known.estimates(item),
-        }
-        for item in found
-    ]
-    _write(options, listed, known.as_text(found))
+def _listing(options: argparse.Namespace, listing: Listing) -> int:
+    found = listing.find()
+    _write(options, found.content, "\n".join(found.lines))
     return 0
 
 
 def _override(options: argparse.Namespace) -> int:
-    found = override_alone.of_flag(options.model, options.json_model_override_args, options.sglang)
-    _write(options, asdict(found), override_alone.as_text(found))
+    found = reader(FLAG).alone(options.model, options.json_model_override_args, options.sglang)
+    _write(options, found.content, "\n".join(found.lines))
     return 1 if found.problems else 0
 
 
@@ -213,7 +205,7 @@ def _pattern(options: argparse.Namespace) -> int:
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:
     """Check a pattern against all that the options name; add to `result` and to paragraphs of `text`."""
-    launch = None if options.server_args is None else _Launch.of(options)
+    launch = None if options.server_args is None else reader("--server-args").read(options.server_args, options.sglang)
     more = launch is not None or bool(options.server)
     checkpoint = None
     if options.model is not None:
@@ -225,119 +217,43 @@ def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[
             user_overrides=overrides,
             allow_config_mismatch=options.allow_config_mismatch or (launch is not None and launch.asked.allow_mismatch),
             unpacked=options.sglang,
-            arguments=None if launch is None else launch.line,
+            arguments=None if launch is None else launch.arguments,
         )
         pattern = Pattern.parse(report.pattern, report.selection)
-        result |= asdict(report) | {"problems": list(report.problems)}
-        lines = _unread(options, pattern, checkpoint.family, Asked(), LaunchLine()) if launch is None else []
+        result |= report.as_dict()
+        source = SglangSource.at_hand(options.sglang) if launch is None else None  # else the line's check says it
+        lines = unread_features(source, pattern, checkpoint.family, Asked(), Meaning(None))
         result["problems"] += lines
         text.append(as_text(report, last=not (more or lines)))
         text += ["\n".join(f"problem: {line}" for line in lines)] if lines else []
     else:
         pattern = spec.known()
-        architecture = None if spec.file is None else spec.file.model.architecture
-        doubts = list(warnings_about(pattern, spec.file, architecture))
-        notes = list(provenance(pattern, spec.file, architecture))
-        result |= {"source": spec.text, "warnings": doubts, "notes": notes}
+        remarks = remarks_on(Checked(pattern=pattern, spec=spec))
+        result |= {"source": spec.text, "warnings": list(remarks.warnings), "notes": list(remarks.notes)}
         pinned = [f"source    {spec.text}"] if spec.text != options.pattern else []
-        text += ["\n".join([*pinned, *remarks(notes, doubts)])] if pinned or notes or doubts else []
+        text += ["\n".join(lines)] if (lines := [*pinned, *remarks.remarks()]) else []
     if launch is not None:
-        _check_launch(options, launch, spec, pattern, checkpoint=checkpoint, result=result, text=text)
+        checked = Checked(pattern=pattern, spec=spec, checkpoint=checkpoint, unpacked=options.sglang)
+        found = launch.check(checked, options.pattern)
+        result["warnings"] = [*result.get("warnings", ()), *found.warnings]
+        result["problems"] += found.problems
+        result |= found.content
+        text.append("\n".join([*found.lines, *found.remarks(), *(f"problem: {why}" for why in found.problems)]))
     if options.server:
         _check_servers([Address.of(url) for url in options.server], pattern, result, text)
     if checkpoint is not None and more and not result["problems"]:
         text.append("no problems")
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A launch line: what it asks of us, the variables in front of it, and how SGLang reads its other words."""
-
-    asked: Asked
-    variables: Mapping[str, str]
-    readings: Readings
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> _Launch:
-        variables, words = split_text(options.server_args)
-        ours, rest = split_arguments(words)
-        return cls(ours.beside(variables), variables, Readings.of(rest, SglangSource.at_hand(options.sglang)))
-
-    @property
-    def line(self) -> LaunchLine:
-        """The flags as the newest SGLang reads them."""
-        return self.readings.lines[-1]
-
-
-def _overrides(options: argparse.Namespace, launch: _Launch | None) -> str:
+def _overrides(options: argparse.Namespace, launch: Launch | None) -> str:
     """Return the overrides that the server is started with: those of the check's own flag, or of the launch line."""
     own: str = options.json_model_override_args
-    text = None if launch is None else launch.line.json_model_override_args
+    text = None if launch is None else launch.arguments.json_model_override_args
     if text is None:
         return own
     if own != "{}" and parse_overrides(own) != parse_overrides(str(text)):
         raise IndexCacheError(f"{FLAG} is not that of --server-args; expected one of the two")
     return str(text)
-
-
-def _check_launch(
-    options: argparse.Namespace,
-    launch: _Launch,
-    spec: PatternSpec,
-    pattern: Pattern,
-    *,
-    checkpoint: Checkpoint | None,
-    result: dict[str, Any],
-    text: list[str],
-) -> None:
-    """Check a launch line as `launch_server` would; variables are those in front of it, not those of this shell."""
-    asked, source = launch.asked, SglangSource.at_hand(options.sglang)
-    of_model = None if checkpoint is None or spec.file is not None else checkpoint.family
-    said = of_model or family_in(spec, launch.line.model_path)
-    found = judge(pattern, said, launch.readings, shard=asked.shard, variables=launch.variables, source=source)
-    problems, family, others = found.problems, said or DSA, list[str]()
-    if asked.calibrate:
-        problems.insert(0, "--server-args starts a calibration server, which serves no pattern")
-    elif asked.pattern and asked.pattern not in (spec.text, options.pattern):
-        problems = [*_another(asked.pattern, spec, pattern), *problems]
-    if checkpoint is None:  # else the check against the model has judged its override
-        wrong, others = override_alone.in_launch_line(
-            launch.line,
-            pattern,
-            family,
-            file=spec.file,
-            unpacked=options.sglang,
-            allow_config_mismatch=asked.allow_mismatch,
-        )
-        problems += wrong
-    problems += _unread(options, pattern, family, asked, launch.line)
-    result["warnings"] = [*result.get("warnings", ()), *others]
-    result["problems"] += problems
-    result["proven_first"], result["launch_notes"] = found.proven, list(found.notes)
-    result["combinations"] = [asdict(verdict) for verdict in found.verdicts]
-    text.append("\n".join([*found.lines, *remarks((), others), *(f"problem: {why}" for why in problems)]))
-
-
-def _unread(options: argparse.Namespace, pattern: Pattern, family: Family, asked: Asked, line: LaunchLine) -> list[str]:
-    """Return a line for each method that the SGLang at hand would not be served with, since nobody has read it."""
-    source = SglangSource.at_hand(options.sglang)
-    if source is None or asked.allow_unread:
-        return []
-    try:
-        features = replacing(pattern, family, asked, line)
-    except PatternError:  # no server has such layers, which was said
-        return []
-    features += family.sglang.in_backends(line)
-    return list(unread(source, (item for item in features if source.refusal(item) is None)))
-
-
-def _another(served: str, spec: PatternSpec, pattern: Pattern) -> list[str]:
-    """Return one line if a launch line serves another pattern than the one that is checked, or nobody can say."""
-    try:
-        other = PatternSpec.read(served).known()
-    except IndexCacheError as error:
-        return [f"could not be judged: the pattern that --server-args serve ({error})"]
-    return [] if other == pattern else [f"--server-args serves {served}, which is another pattern than {spec.text}"]
 
 
 def _check_servers(addresses: Sequence[Address], pattern: Pattern, result: dict[str, Any], text: list[str]) -> None:

@@ -31,19 +31,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from pathlib import Path
 
 from sglang_indexcache import process
-from sglang_indexcache.families.combination import REFUSED, UNJUDGED
+from sglang_indexcache.checkpoint.findings import launches
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE, refuse, refuse_unforeseen
-from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.serving.launch_judge import Judgement, family_in, judge
 from sglang_indexcache.sglang.asked import PATTERN_FLAG, Asked, LaunchError, split_arguments
-from sglang_indexcache.sglang.launch_line import Readings
-from sglang_indexcache.sglang.options import versions
-from sglang_indexcache.sglang.probes import SglangSource
 from sglang_indexcache.version import requirement, version
 
 GROUP, ENTRY = "sglang.srt.plugins", "indexcache"
@@ -73,30 +67,14 @@ def tell(spec: PatternSpec, asked: Asked, rest: Sequence[str]) -> None:
         LaunchError: if one of them can't be combined with it.
         ModelConfigError: if the model is a path of nothing.
     """
-    pattern, variables = spec.known(), dict(os.environ)  # SGLang sets some while it is imported
-    shard, source = asked.beside(variables).shard, SglangSource.installed()
-
-    def judged(importing: bool) -> Judgement:
-        readings = Readings.of(rest, source, importing)
-        model = readings.lines[-1].model_path
-        if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
-            ModelName.parse(model)  # says what is wrong
-        found = judge(pattern, family_in(spec, model), readings, shard=shard, variables=variables, source=source)
-        for verdict in found.verdicts:
-            if verdict.state == REFUSED:
-                raise LaunchError(verdict.why)
-        return found
-
-    if source is not None and source.version in versions():
-        judged(importing=False)  # a mistake is answered at once
-    found = judged(importing=True)
-    if not pattern.is_full:
-        unjudged = [verdict.line for verdict in found.verdicts if verdict.state == UNJUDGED]
-        notes = [*found.lines, *unjudged]
-        if spec.text != asked.pattern:
-            notes.insert(0, f"the pattern is {spec.text}")
-        for note in notes:
-            sys.stderr.write(f"note from indexcache: {note.removeprefix('note: ')}\n")
+    reader = launches()
+    notes = [] if reader is None else [*reader.tell(spec, asked, rest)]
+    if spec.known().is_full:
+        return
+    if spec.text != asked.pattern:
+        notes.insert(0, f"the pattern is {spec.text}")
+    for note in notes:
+        sys.stderr.write(f"note from indexcache: {note.removeprefix('note: ')}\n")
 
 
 def prepare(arguments: Sequence[str]) -> Sequence[str]:

@@ -22,13 +22,14 @@ from sglang_indexcache.version import RELEASE, of_tree
 ROOT = Path(__file__).parents[2]
 MUST_HOLD = (  # files of each package without which its commands don't run
     "sglang_indexcache/pattern_file.schema.json",
-    "sglang_indexcache/sglang/options.json",
     "indexcache_search/demo/indexcache-demo/model.safetensors",
     "indexcache_kernels/py.typed",
     "indexcache_dense/py.typed",
     "indexcache_harness/py.typed",
     "indexcache_lab/py.typed",
+    "indexcache_launch/options.json",
     "indexcache_minimax/py.typed",
+    "indexcache_published/files/glm-5-quarter.yaml",
     "indexcache_train/py.typed",
     "indexcache_watch/py.typed",
 )

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import sglang_indexcache
+import indexcache_launch
 from scripts.tools.probe_wheels import VERSIONS, unpacked
 
-TARGET = Path(sglang_indexcache.__file__).parent / "sglang" / "options.json"
+TARGET = Path(indexcache_launch.__file__).with_name("options.json")
 _UNKNOWN = object()
 _ACTIONS = {
     "store_true": "true",

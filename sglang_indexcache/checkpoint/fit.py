@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
-from sglang_indexcache.checkpoint.override_alone import (
-    alone,
-    contradictions,
-    other_than,
-    reading_lines,
-    says_roles,
-    without_launcher,
-)
+from sglang_indexcache.checkpoint.findings import Checked, Findings, remarks_on
 from sglang_indexcache.families.dsa.sglang import by_configuration
-from sglang_indexcache.families.reading import Reading
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern.selection import PatternSelection
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.pattern_file.warnings import provenance, warnings_about
-from sglang_indexcache.sglang.launch_line import LaunchLine
+from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 
@@ -46,10 +36,7 @@ class Report:
         layers: the model layer that each letter stands for.
         sglang: version of the installed SGLang, `None` without one.
         effective: roles that SGLang would run; `None` if this is not known.
-        problems: one line each; empty if all is well.
-        warnings: reasons to doubt a pattern that fits, one line each.
-        notes: checks that were left out, and where the pattern is from.
-        alone: what engines would run with the user's overrides alone, without the launcher; empty if they say no roles.
+        found: problems, which are empty if all is well; warnings; notes; what extensions say.
     """
 
     source: str
@@ -64,10 +51,13 @@ class Report:
     layers: tuple[int, ...]
     sglang: str | None
     effective: str | None
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
-    alone: tuple[Reading, ...] = ()
+    found: Findings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types, for `--json`."""
+        own: dict[str, Any] = asdict(self)
+        found = own.pop("found")
+        return {**own, **{name: list(found[name]) for name in ("problems", "warnings", "notes")}, **found["content"]}
 
 
 def check(
@@ -77,7 +67,7 @@ def check(
     user_overrides: str = "{}",
     allow_config_mismatch: bool = False,
     unpacked: Path | None = None,
-    arguments: LaunchLine | None = None,
+    arguments: Any = None,
 ) -> Report:
     """Check the pattern that `spec` names against a checkpoint, as a server would read it.
 
@@ -87,7 +77,7 @@ def check(
         user_overrides: `--json-model-override-args`; what they make of the model is what must fit.
         allow_config_mismatch: whether the file may be made for another config.json.
         unpacked: an SGLang to read instead of the installed one.
-        arguments: SGLang's flags, for the heads of a rank; `None` where none were given.
+        arguments: a launch line, for the heads of a rank; `None` where none was given.
 
     Raises:
         IndexCacheError: if the model or the overrides can't be read.
@@ -105,7 +95,7 @@ def check(
         notes.append("uniform keeps F the layers that are nearest to its places, since others are locked")
     if checkpoint.indexer_layers is None:
         notes.append("no safetensors files at hand: indexer weights were not checked")
-    heads = list(family.sglang.head_troubles(served.model, arguments or LaunchLine()))
+    heads = list(family.sglang.head_troubles(served.model, Meaning(arguments)))
     problems += [trouble.line for trouble in heads if trouble.certain]
     installed, effective = SglangSource.at_hand(unpacked), None
     if pattern.indexers and override is not None:
@@ -127,10 +117,16 @@ def check(
             problems.append(str(error))
         if effective is not None and effective != pattern.roles:
             problems.append(f"SGLang {installed.version} would run {effective} instead of {pattern}")
-    by_itself = alone(checkpoint, given, unpacked).readings if says_roles(given) else ()
-    doubts = other_than(by_itself, installed, pattern.roles) if by_itself and override is not None else ()
-    architecture = checkpoint.model.architecture
-    notes += provenance(pattern, spec.file, architecture)
+    remarks = remarks_on(
+        Checked(
+            pattern=pattern,
+            spec=spec,
+            checkpoint=checkpoint,
+            overrides=given,
+            merged=override is not None,
+            unpacked=unpacked,
+        )
+    )
     return Report(
         source=spec.text,
         pattern=pattern.letters,
@@ -144,15 +140,12 @@ def check(
         layers=checkpoint.model.layers,
         sglang=None if installed is None else installed.version,
         effective=effective,
-        problems=tuple(problems),
-        warnings=(
-            *(trouble.line for trouble in heads if not trouble.certain),
-            *(without_launcher(line) for line in doubts),
-            *contradictions(checkpoint),
-            *warnings_about(pattern, spec.file, architecture, spec.is_uniform, checkpoint.locked),
+        found=replace(
+            remarks,
+            problems=tuple(problems),
+            warnings=(*(trouble.line for trouble in heads if not trouble.certain), *remarks.warnings),
+            notes=(*notes, *remarks.notes),
         ),
-        notes=tuple(notes),
-        alone=by_itself,
     )
 
 
@@ -182,13 +175,6 @@ def as_text(report: Report, last: bool = True) -> str:
         cells = f"{letter:>6}  {layer:>5}  {pattern[letter]:<4}  {report.layers[source]:>10}  {locked:<6}"
         lines.append((cells + (f"  {report.effective[letter]}" if report.effective else "")).rstrip())
     lines.append("")
-    if report.alone:
-        lines += [f"{FLAG} as it was given, without the launcher:", *reading_lines(report.alone, pattern.roles), ""]
-    lines += remarks(report.notes, report.warnings)
-    lines += [f"problem: {problem}" for problem in report.problems] or ["no problems"] * last
+    lines += [*report.found.lines, *report.found.remarks()]
+    lines += [f"problem: {problem}" for problem in report.found.problems] or ["no problems"] * last
     return "\n".join(lines).rstrip()
-
-
-def remarks(notes: Iterable[str], warnings: Iterable[str]) -> list[str]:
-    """Return a line for each note and each warning, for people."""
-    return [*(f"note: {note}" for note in notes), *(f"warning: {warning}" for warning in warnings)]

@@ -138,7 +138,7 @@ class SglangAdapter(ABC):
         return ()
 
     def combinations(self) -> tuple[Combination, ...]:
-        """Return the features of SGLang that concern these models alone; see `serving.combinations`."""
+        """Return the features of SGLang that concern these models alone, which launch lines are judged by."""
         return ()
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:

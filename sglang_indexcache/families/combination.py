@@ -1,12 +1,10 @@
-"""A feature of SGLang, and whether a pattern ran with it; `serving.combinations` lists them."""
+"""A feature of SGLang, and whether a pattern ran with it; families and extensions list them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from sglang_indexcache.sglang.launch_line import LaunchLine
 
 RAN, REFUSED, NOT_RUN, UNJUDGED = "ran", "refused", "not run", "could not be judged"
 
@@ -33,7 +31,7 @@ class Combination:
     condition: Callable[[Any], bool] | None = None
     without: str = ""
     family: str = "dsa"
-    default: Callable[[LaunchLine, Any], str] = lambda line, family: ""
+    default: Callable[[Any, Any], str] = lambda line, family: ""
 
     def asked(self, arguments: Any) -> bool:
         """Return whether server arguments ask for it."""

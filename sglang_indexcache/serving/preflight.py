@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa.blocks.adapter import with_blocks
-from sglang_indexcache.io.errors import IndexCacheError, ProofError
+from sglang_indexcache.io.errors import IndexCacheError, PatternError, ProofError
 from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.io.refusal import SHARD_FLAG, UNION_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
@@ -128,6 +128,28 @@ def unread(source: SglangSource, features: Iterable[Feature]) -> Iterator[str]:
         line = source.unread(feature)
         if line is not None:
             yield f"{line}; expected one of those, or {UNREAD_FLAG}"
+
+
+def unread_features(
+    source: SglangSource | None, pattern: Pattern, family: Family, asked: Asked, arguments: Any
+) -> list[str]:
+    """Return a line for each method that an SGLang would not be served with, since nobody has read it.
+
+    Args:
+        source: the SGLang at hand; `None` without one.
+        pattern: the pattern to serve.
+        family: the model's family.
+        asked: what is asked for beside it.
+        arguments: a launch line.
+    """
+    if source is None or asked.allow_unread:
+        return []
+    try:
+        features = replacing(pattern, family, asked, arguments)
+    except PatternError:  # no server has such layers, which was said
+        return []
+    features += family.sglang.in_backends(arguments)
+    return list(unread(source, (item for item in features if source.refusal(item) is None)))
 
 
 class EnginePlan(ABC):

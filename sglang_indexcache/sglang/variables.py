@@ -1,7 +1,6 @@
-"""The environment variables of SGLang that change what indexers select or attention reads.
+"""The environment variables of SGLang's pull requests that would be silently wrong with patterns.
 
-They are known by the words in their names, so that those of a next version are, too. Some belong to pull requests that
-are not merged, and would be silently wrong with patterns: they are refused before anybody has merged them.
+They are refused before anybody has merged them.
 """
 
 from __future__ import annotations
@@ -12,20 +11,7 @@ from collections.abc import Iterator, Mapping
 from sglang_indexcache.io.messages import NOT_COMBINED
 
 _OFF = ("", "0", "false", "no", "off", "n", "f")
-_WORDS = re.compile(
-    r"(?:SGLANG|SGL)_(?!INDEXCACHE)(?:\w*_)?(?:DSA|NSA|INDEXER|INDEX|TOPK|LITETOPK|SPARSE|HISPARSE|FLASHMLA|MLA|MLAPO|MHA|ATTN"
-    r"|ATTENTION|CP|DCP|TBO|KV|KVCACHE|DSV4|DSV41|C4|HCA|MQA|Q8KV8)(?:_\w*)?"
-)
-_ELSEWHERE = re.compile(  # what has such a word, and does something else
-    r"SGLANG_(?:ENABLE_METRICS_DP_ATTENTION|KV_CANARY_\w+|OPT_USE_FUSED_HASH_TOPK|OPT_USE_JIT_KERNEL_GROUPED_TOPK"
-    r"|OPT_USE_FUSED_GATE_TOPK|OPT_USE_GATE_TOPK_JIT|K3_RADIX4_TOPK|\w*REASONING_EFFORT|DISAGGREGATION_\w+"
-    r"|TEST_\w+|MINIMAX_\w+|NVFP4_CKPT_FP8_GEMM_IN_ATTN)"
-)
-RAN = {
-    "SGLANG_DSA_FUSE_TOPK": "SGLang 0.5.23 on CPUs; SGLang 0.5.17 on an H100",
-    "SGLANG_DSA_TOPK_BROADCAST": "set by calibration servers",
-}
-_PENDING = (  # names, and what SGLang's open pull requests do
+PENDING = (  # names, and what SGLang's open pull requests do
     (re.compile(r"SGLANG_DSA_INDEXER_M_SPLIT\w*"), "39527 shares out rows inside of SGLang's indexer"),
     (re.compile(r"SGLANG_\w*LITETOPK\w*"), "32094, 40461 and 40764 carry thresholds from rows to the next ones"),
     (re.compile(r"SGLANG_NPU_ENABLE_DSA_(?:INDEXER_QUERY_SHARDING|CP)"), "39099 shares out rows of queries"),
@@ -35,15 +21,7 @@ _PENDING = (  # names, and what SGLang's open pull requests do
 def refused(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the variables that are on and that no pattern can be served with, and one line why."""
     for name in sorted(variables):
-        for names, what in _PENDING:
+        for names, what in PENDING:
             if names.fullmatch(name) and variables[name].strip().lower() not in _OFF:
                 why = f"SGLang's pull request {what}, and was never run with one; expected it unset"
                 yield name, f"{name} {NOT_COMBINED}: {why}"
-
-
-def touching(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the variables that are set, are not refused and may change what is selected or attended to."""
-    for name in sorted(variables):
-        pending = any(names.fullmatch(name) for names, _ in _PENDING)
-        if not pending and variables[name] and _WORDS.fullmatch(name) and not _ELSEWHERE.fullmatch(name):
-            yield name

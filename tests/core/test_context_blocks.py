@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from extras.launch.tests.test_combinations import on_cpu
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks import grouped, patch_indexers
@@ -22,7 +23,6 @@ from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.serving import proof
 from sglang_indexcache.serving.preflight import refusals_of
 from sglang_indexcache.serving.proven import Proof, ProofHolder
-from tests.core.test_combinations import on_cpu
 from tests.core.test_grouped import Backend, attend, placed
 from tests.served import DIM, HEADS, PAGED, RAGGED, TOPK, UNFUSED, Metadata, SglangIndexer, put_modules, sglang_modules
 from tests.two_ranks import in_threads, on_two_ranks

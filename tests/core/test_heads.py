@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from indexcache_launch.launch_line import LaunchLine, Readings
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.dsa.heads import selection_troubles, troubles
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from indexcache_launch.judge import judge
+from indexcache_launch.launch_line import Readings
 from sglang_indexcache import Pattern, serving
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.serving import engines
-from sglang_indexcache.serving.launch_judge import judge
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang.asked import Asked
-from sglang_indexcache.sglang.launch_line import Readings
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang

@@ -20,6 +20,7 @@ import yaml
 from typer.testing import CliRunner
 
 from indexcache_dense.reuse import POLICIES
+from indexcache_launch.options import parser_of, versions
 from indexcache_search.cli.help import ALL
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import strategies as known_strategies
@@ -28,7 +29,6 @@ from sglang_indexcache import check
 from sglang_indexcache.families.base import CheckpointReader, SglangAdapter, TransformersAdapter
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.pattern import DENSE, FULL, SHARED
-from sglang_indexcache.sglang.options import parser_of, versions
 from sglang_indexcache.version import RELEASE, version
 
 ROOT = Path(__file__).parents[2]

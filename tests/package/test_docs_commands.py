@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from indexcache_launch.launch_line import LaunchLine
 from sglang_indexcache import check
 from sglang_indexcache.sglang.asked import split_arguments
-from sglang_indexcache.sglang.launch_line import LaunchLine
 from tests.conftest import tiny_config
 from tests.package.test_docs import APPS, HOW_TO, ROOT, name_of
 
@@ -79,7 +79,8 @@ def test_each_launch_line_is_read_as_sglang_reads_it(path: Path, monkeypatch: py
 def a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of what pages read, beside config.json of GLM-5's and Qwen3's numbers of layers."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(ROOT / "sglang_indexcache" / "pattern_file", tmp_path / "sglang_indexcache" / "pattern_file")
+    files = Path("extras/published/indexcache_published/files")
+    shutil.copytree(ROOT / files, tmp_path / files)
     heads = {"num_attention_heads": 64, "num_key_value_heads": 64}
     folder = tmp_path / "zai-org" / "GLM-5-FP8"
     folder.mkdir(parents=True)

@@ -12,11 +12,9 @@ import pytest
 from indexcache_search.errors import SearchError
 from indexcache_search.searching.settings import Budget, Settings
 from indexcache_search.strategies.base import TimeGoal
-from indexcache_search.strategies.budget import gains, pricing
 from indexcache_search.strategies.budget.table import TABLES, LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
-from sglang_indexcache.pattern_file.known import known_patterns
 from tests.search.made_tables import whole_table
 
 GLM_5 = {"architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 78, "index_topk": 2048}
@@ -159,32 +157,3 @@ def test_a_table_without_blocks_finds_patterns_of_f_and_s(tmp_path: Path) -> Non
     content = whole_table()
     with pytest.raises(SearchError, match="queries has 2, but made has times of 4"):
         Settings(retain=(), prefill=Budget(0.9, 1000, written(content, tmp_path)))._budget(model)
-
-
-# -- published patterns
-
-
-def test_published_patterns_have_the_gain_of_a_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    table = LatencyTable.load(written(whole_table(), tmp_path))
-    layers = LatencyTable.load("glm-5-tp8")
-    for known in known_patterns():
-        native = Pattern.full(78)
-        full = len(known.pattern.full_layers)
-        prices = table.at(4000)
-        ratio = prices.prompt_ms(native) / (prices.rest + full * prices.full[1] + (78 - full) * prices.shared[1])
-        line = gains.line_of(table, known.pattern)
-        assert f", {ratio:.2f}x at 4,000; decode " in line and line.endswith(str(table))
-        assert gains.tables_for("GlmMoeDsaForCausalLM", known.pattern)
-        assert "layers alone" in gains.line_of(layers, known.pattern)
-
-
-def test_tables_of_whole_models_go_before_those_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {name: LatencyTable.load(name) for name in ("glm-5-tp8", "glm-5-dp")}
-    made["made"] = LatencyTable.model_validate(whole_table())
-    monkeypatch.setattr(pricing, "known", lambda: list(made))
-    for module in (gains, pricing):
-        monkeypatch.setattr(module, "LatencyTable", type("Loaded", (), {"load": staticmethod(made.__getitem__)}))
-    pattern = known_patterns()[0].pattern
-    assert [table.name for table in gains.tables_for("GlmMoeDsaForCausalLM", pattern)] == ["made"]
-    del made["made"]
-    assert [table.name for table in gains.tables_for("GlmMoeDsaForCausalLM", pattern)] == ["glm-5-tp8"]

@@ -25,13 +25,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from indexcache_lab.hisparse.plugin import VARIABLE
+from indexcache_published.known import FOLDER
 from scripts.bench import child
 from scripts.bench.lab.hisparse import ENGINE, LAYERS, LETTERS, STEPS, decode, make
 from scripts.bench.serving.rank_model import rank_config, write
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.known import FOLDER
 
 KEYS, GLM_5, PAGE = "indexcache_keys", 78, 64
 CONDITIONS = ("F", "kept", "freed")

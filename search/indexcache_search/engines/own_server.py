@@ -21,11 +21,11 @@ from typing import IO
 from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.control_requests import ServerLostError
 from indexcache_search.errors import SearchError
+from sglang_indexcache.checkpoint.findings import reader
 from sglang_indexcache.io.redaction import KEY_VARIABLE, keep_secret, redacted
 from sglang_indexcache.io.refusal import ADMIN_KEY_VARIABLE
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.process import die_with_parent
-from sglang_indexcache.sglang.launch_line import LaunchLine
 
 START_SECONDS = 3600  # hundreds of gigabytes from a slow disk
 _PORTS = range(10000, 30000)
@@ -113,7 +113,9 @@ def check_arguments(arguments: Sequence[str]) -> int:
             raise SearchError(
                 "--revision is given, which the search would not read; expected --model owner/name@REVISION"
             )
-    line = LaunchLine.parse(arguments)
+    if not arguments:
+        return 1
+    line = reader("a server with flags").arguments(arguments)
     if line.node_rank:
         raise SearchError(
             f"--node-rank {line.node_rank} is given; expected a search on node 0, which says what others run"

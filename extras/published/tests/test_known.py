@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from indexcache_published.known import KnownPattern, known_patterns
+from indexcache_published.warnings import evenly_spaced, provenance, warnings_about
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.io.errors import PatternFileError
-from sglang_indexcache.pattern_file.known import KnownPattern, known_patterns
-from sglang_indexcache.pattern_file.warnings import evenly_spaced, provenance, warnings_about
 from tests.conftest import tiny_config
 from tests.core.test_pattern_file import GOOD
 

@@ -1,22 +1,20 @@
-"""The published patterns of the folder `published`, of others.
+"""The published patterns of the folder `files`, of others.
 
 Their letters were compared with the source that each file names; what they lose was not measured by this project.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from sglang_indexcache.io.errors import PatternFileError
-from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile, PublishedSection
 
-FOLDER = Path(__file__).with_name("published")
+FOLDER = Path(__file__).with_name("files")
 
 
 @dataclass(frozen=True)
@@ -62,30 +60,13 @@ class KnownPattern:
         return (self.file.model.architecture, len(self.pattern)) == (architecture, num_layers)
 
 
-class Gains(ABC):
-    """What an extension of the group `gains` knows of the speed of published patterns; made without arguments."""
-
-    @abstractmethod
-    def lines(self, known: KnownPattern) -> Sequence[str]:
-        """Return what a pattern gains, a line for each estimate."""
-
-
-def estimates(known: KnownPattern) -> list[str]:
-    """Return what a pattern gains, by all extensions that know something of it.
-
-    Raises:
-        ExtensionError: if one can't be loaded.
-    """
-    return [line for gains in extensions("gains", Gains).values() for line in gains().lines(known)]
-
-
 @cache
 def known_patterns() -> tuple[KnownPattern, ...]:
     """Return all published patterns, by the name of their file."""
     return tuple(KnownPattern.load(path) for path in sorted(FOLDER.glob("*.yaml")))
 
 
-def as_text(patterns: tuple[KnownPattern, ...]) -> str:
+def as_text(patterns: Sequence[tuple[KnownPattern, Sequence[str]]]) -> str:
     """Return a paragraph for each pattern: path, model, letters, who published it, and what it is estimated to gain."""
     return "\n\n".join(
         f"{known.path}\n"
@@ -93,6 +74,6 @@ def as_text(patterns: tuple[KnownPattern, ...]) -> str:
         f"  pattern    {known.pattern}\n"
         f"  kept       {known.kept} layers F\n"
         f"  published  {known.published.date} by {known.published.by}; not verified here\n"
-        f"  source     {known.published.source}" + "".join(f"\n  estimate   {line}" for line in estimates(known))
-        for known in patterns
+        f"  source     {known.published.source}" + "".join(f"\n  estimate   {line}" for line in estimates)
+        for known, estimates in patterns
     )

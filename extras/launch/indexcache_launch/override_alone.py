@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from indexcache_launch.launch_line import LaunchLine
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
@@ -26,7 +27,6 @@ from sglang_indexcache.families.reading import OVERRIDE, READ_VERSIONS, SGLANG, 
 from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.override_flag import FLAG, PARTS, merged, parse_overrides
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 

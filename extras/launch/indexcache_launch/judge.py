@@ -11,6 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from indexcache_launch import variables as environment
+from indexcache_launch.combinations import COMBINATIONS, PLAIN, drafts_of
+from indexcache_launch.harmless import HARMLESS
+from indexcache_launch.launch_line import LaunchLine, Readings
+from indexcache_launch.options import versions
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import family_of
 from sglang_indexcache.families.base import Family, SglangAdapter
@@ -21,14 +26,9 @@ from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN, drafts_of
 from sglang_indexcache.serving.counted import kinds_of
 from sglang_indexcache.serving.preflight import flag, refusals_of, storage_refusals
-from sglang_indexcache.sglang import variables as environment
-from sglang_indexcache.sglang.harmless import HARMLESS
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
 from sglang_indexcache.sglang.meaning import SOURCES, Meaning
-from sglang_indexcache.sglang.options import versions
 from sglang_indexcache.sglang.probes import SglangSource
 
 _FIRST = (REFUSED, UNJUDGED)

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from indexcache_launch import config_file
+from indexcache_launch.options import OptionError, OptionParser, installed_parser, parser_of, quiet, versions
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.sglang import config_file
-from sglang_indexcache.sglang.options import OptionError, OptionParser, installed_parser, parser_of, quiet, versions
 from sglang_indexcache.sglang.probes import SglangSource
 
 _RENAMED = {  # attributes of older parsers, which SGLang renames as soon as it has parsed

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from indexcache_launch.launch_line import LaunchLine
 from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.combination import Combination
-from sglang_indexcache.sglang.launch_line import LaunchLine
 from sglang_indexcache.sglang.meaning import BREAKABLE, DISABLED, INTERLEAVE, TC_PIECEWISE, Meaning, is_off
 
 _CPU = "SGLang 0.5.23 on CPUs"

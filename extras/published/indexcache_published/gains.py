@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from indexcache_published.known import KnownPattern
 from indexcache_search.results.tables import tokens
 from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, whole_tables
 from indexcache_search.strategies.budget.table import LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe, family_of
-from sglang_indexcache.pattern_file.known import Gains, KnownPattern
 
 
-class TableGains(Gains):
-    """Estimates by the package's tables of whole models; by the architecture's table of layers if there is none."""
-
-    def lines(self, known: KnownPattern) -> Sequence[str]:
-        """See `Gains.lines`."""
-        return [line_of(table, known.pattern) for table in tables_for(known.file.model.architecture, known.pattern)]
+def estimates(known: KnownPattern) -> list[str]:
+    """Return what a pattern gains, by tables of whole models, or by the architecture's table of layers without any."""
+    return [line_of(table, known.pattern) for table in tables_for(known.file.model.architecture, known.pattern)]
 
 
 def tables_for(architecture: str, pattern: Pattern) -> list[LatencyTable]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from indexcache_launch.options import OptionError, parser_of, versions
 from scripts.tools.sglang_options import options_of
-from sglang_indexcache.sglang.options import OptionError, parser_of, versions
 
 SOURCE = """
 import argparse

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
-from sglang_indexcache.sglang.options import installed_parser, parser_of, versions
+from extras.launch.tests.launch_lines import mutations
+from indexcache_launch.launch_line import LaunchLine, Readings
+from indexcache_launch.options import installed_parser, parser_of, versions
 from sglang_indexcache.sglang.probes import SglangSource
-from tests.core.launch_lines import mutations
 
 pytestmark = pytest.mark.sglang
 arguments = pytest.importorskip("sglang.srt.server_args", reason="SGLang is not installed")

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import yaml
 
-import sglang_indexcache.sglang.options as options_module
+import indexcache_launch.options as options_module
+from extras.launch.tests.launch_lines import as_text, mutations
+from indexcache_launch import config_file, launch_line
+from indexcache_launch.combinations import COMBINATIONS, PLAIN
+from indexcache_launch.harmless import HARMLESS
+from indexcache_launch.judge import judge, verdicts
+from indexcache_launch.launch_line import LaunchLine, Readings, split_text
+from indexcache_launch.options import OptionError, parser_of, versions
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.combination import NOT_RUN, UNJUDGED
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.serving.combinations import COMBINATIONS, PLAIN
-from sglang_indexcache.serving.launch_judge import judge, verdicts
-from sglang_indexcache.sglang import config_file, launch_line
-from sglang_indexcache.sglang.harmless import HARMLESS
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings, split_text
 from sglang_indexcache.sglang.meaning import SOURCES, Meaning
-from sglang_indexcache.sglang.options import OptionError, parser_of, versions
 from sglang_indexcache.sglang.probes import SglangSource
-from tests.core.launch_lines import as_text, mutations
 
 SHARED = Pattern("FSSFSS")
 NEWEST = versions()[-1]

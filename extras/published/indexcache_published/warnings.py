@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 
+from indexcache_published.known import KnownPattern, known_patterns
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.known import KnownPattern, known_patterns
 
 GREEDY = "greedy"  # the strategy whose patterns are nested: it only ever turns one more layer into S
 _LEAST = 16  # letters; two models may begin with fewer equal ones by chance

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from indexcache_launch.options import OptionError, OptionParser, own_merger, quiet
 from sglang_indexcache.io.atomic import read_regular
 from sglang_indexcache.io.errors import FileError
-from sglang_indexcache.sglang.options import OptionError, OptionParser, own_merger, quiet
 
 FLAG = "--config"
 _LIMIT = 1 << 20

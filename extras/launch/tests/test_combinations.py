@@ -11,6 +11,10 @@ import pytest
 from indexcache_dense.family import DENSE_GQA
 from indexcache_dense.reuse import ReusePolicy
 from indexcache_dense.selection import Selection
+from indexcache_launch.combinations import COMBINATIONS
+from indexcache_launch.judge import family_in, judge, proven_first, verdicts
+from indexcache_launch.launch_line import LaunchLine, Readings
+from indexcache_launch.options import parser_of
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern, launch_server
 from sglang_indexcache.check import main as check_main
@@ -22,14 +26,10 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.serving.combinations import COMBINATIONS
-from sglang_indexcache.serving.launch_judge import family_in, judge, proven_first, verdicts
 from sglang_indexcache.sglang.asked import LaunchError
-from sglang_indexcache.sglang.launch_line import LaunchLine, Readings
-from sglang_indexcache.sglang.options import parser_of
 from tests.conftest import tiny_config, tiny_v4_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 EIGHT = "--model-path zai-org/GLM-5-FP8 --tp 8"
 SHARED = Pattern("FSSFSS")
 COMPRESSED = Selection(page_tokens=16, pages=4, recent_pages=1, sink_pages=0, score="compressed_keys")

@@ -1,0 +1,1 @@
+"""Launch lines of SGLang, before it starts."""
