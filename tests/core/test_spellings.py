@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GlmMoeDsaConfig
 
-from sglang_indexcache import Pattern
-from sglang_indexcache.families.dsa.override import (
-    freq_pattern,
-    indexer_types,
-    meanings,
-    read_spelling,
-    to_sglang,
-    to_vllm,
-)
-from sglang_indexcache.families.dsa.rules import (
+from extras.launch.tests.override_spellings import V32
+from indexcache_launch.rules import (
     GLM,
     HY_V4,
     SGLANG_HY_V4_RULES,
@@ -28,11 +20,19 @@ from sglang_indexcache.families.dsa.rules import (
     Rule,
     read,
 )
+from sglang_indexcache import Pattern
+from sglang_indexcache.families.dsa.override import (
+    freq_pattern,
+    indexer_types,
+    meanings,
+    read_spelling,
+    to_sglang,
+    to_vllm,
+)
 from sglang_indexcache.io.errors import PatternError, SpellingError
 from sglang_indexcache.io.messages import OTHER_LENGTH
 from tests.conftest import PAGES
 from tests.core.test_pattern import ROLES
-from tests.override_spellings import V32
 
 
 def transformers_reads(config: dict[str, Any], num_layers: int) -> Pattern:

@@ -286,7 +286,7 @@ def test_what_a_family_has_is_said() -> None:
     parts = (CheckpointReader, SglangAdapter, DsaSglang, TransformersAdapter)
     wrong = [name for name in names if not any(name in {*dir(part), *part.__annotations__} for part in parts)]
     asked = {name for part in parts for name in getattr(part, "__abstractmethods__", ())}
-    assert not wrong and asked | {"readings", "rule", "would_run"} <= set(names)
+    assert not wrong and asked | {"rule", "would_run"} <= set(names)
 
 
 def test_the_glossary_has_the_words_of_the_code() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_launch.launch_line import LaunchLine
+from indexcache_launch.reading import OVERRIDE, READ_VERSIONS, SGLANG, Reading, named, of_version
+from indexcache_launch.rules import readings as engine_readings
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.base import Family
@@ -23,7 +25,6 @@ from sglang_indexcache.families.dsa.override import (
     read_spelling,
 )
 from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
-from sglang_indexcache.families.reading import OVERRIDE, READ_VERSIONS, SGLANG, Reading, named, of_version
 from sglang_indexcache.io.errors import IndexCacheError, SpellingError
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
@@ -91,7 +92,7 @@ def alone(checkpoint: Checkpoint, overrides: Mapping[str, Any], unpacked: Path |
     if configured is None:
         readings: tuple[Reading, ...] = (_unread_everywhere(checkpoint, overrides),)
     else:
-        readings = configured.readings(architecture, checkpoint.config, overrides)
+        readings = engine_readings(architecture, checkpoint.config, overrides)
     notes: list[str] = []
     if source is None:
         notes.append("SGLang is not installed here: all versions that were read count")
@@ -191,7 +192,7 @@ def in_launch_line(
     else:
         architectures = adapter.checkpoint.keys if file is None else [file.model.architecture]
         config, configured = _bare_config(pattern, file), by_configuration(adapter)
-        found = [configured.readings(name, config, overrides) if configured else () for name in architectures]
+        found = [engine_readings(name, config, overrides) if configured else () for name in architectures]
     for readings in found:
         warnings += map(without_launcher, other_than(readings, SglangSource.at_hand(unpacked), pattern.roles))
     return problems, warnings

@@ -8,7 +8,6 @@ from sglang_indexcache.families.base import Family
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.blocks.adapter import BlocksAdapter
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
-from sglang_indexcache.families.dsa.rules import SGLANG_RULES, VLLM_RULES
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.sglang.probes import Feature
 
@@ -20,7 +19,6 @@ class _DsaServing(BlocksAdapter):
     pipeline: ClassVar[Feature | None] = Feature(
         "pipeline", "pipeline stages that begin with an S layer", (needs.STAGES,), "no server with pipeline parallelism"
     )
-    rules = (*SGLANG_RULES, *VLLM_RULES)
 
 
 _CHECKPOINT = DsaCheckpoint()

@@ -7,7 +7,7 @@
 | `index_topk_freq` with `index_skip_topk_offset` | every so many layers an F, behind the first; offset 2 by itself |
 
 `index_topk_freq` is NOT the paper's uniform interleaving: freq 4 means `FFSSSFSSSF...`, the paper's 1/4 is
-`FSSSFSSSF...`. Which key wins, and which is read at all, differs between engines and their versions: see `rules`.
+`FSSSFSSSF...`. Which key wins, and which is read at all, differs between engines and their versions.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ from sglang_indexcache.families.dsa.override import (
     meanings,
     to_sglang,
 )
-from sglang_indexcache.families.dsa.rules import Rule, read
-from sglang_indexcache.families.reading import Reading, merged
 from sglang_indexcache.io.errors import ProofError, SpellingError
 from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
@@ -41,11 +39,9 @@ class DsaSglang(SglangAdapter):
 
     Attributes:
         rule: what SGLang must have to say itself which layers would run.
-        rules: how versions of engines read sharing keys on these models.
     """
 
     rule: ClassVar[Feature] = needs.RULE
-    rules: ClassVar[tuple[Rule, ...]]
 
     def head_troubles(self, model: ModelLayers, arguments: Any) -> Iterator[HeadTrouble]:
         """See `SglangAdapter.head_troubles`."""
@@ -78,18 +74,6 @@ class DsaSglang(SglangAdapter):
             if other != pattern and (key != FREQ_KEY or overrides[key] != 1):
                 raise SpellingError(f"{FLAG}: {key} means {other}, the pattern file {pattern}; expected one of them")
         return {**{key: value for key, value in overrides.items() if key not in SHARING_KEYS}, **to_sglang(pattern)}
-
-    def readings(
-        self, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
-    ) -> tuple[Reading, ...]:
-        """Say which layers versions of engines would run with overrides alone.
-
-        Args:
-            architecture: the one that config.json names.
-            config: content of config.json.
-            overrides: a user's, without what `to_overrides` adds.
-        """
-        return merged(read(rule, architecture, config, overrides) for rule in self.rules)
 
     def would_run(self, source: SglangSource, model: str, overrides: Mapping[str, Any], letters: int) -> str:
         """Ask the installed SGLang's own code which roles it would run.

@@ -17,12 +17,12 @@ from sglang_indexcache.families.dsa.blocks.adapter import BlocksAdapter
 from sglang_indexcache.families.dsa.checkpoint import DsaCheckpoint
 from sglang_indexcache.families.dsa.needs import ATTENTIONS
 from sglang_indexcache.families.dsa.override import TYPES_KEY, freq_pattern
-from sglang_indexcache.families.dsa.rules import HY_V4_FREQ, SGLANG_HY_V4_RULES, VLLM_HY_V4_RULES
 from sglang_indexcache.families.dsa.transformers import DsaTransformers
 from sglang_indexcache.families.hy_v4.keys import KEYS
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.sglang.probes import Feature, Need
 
+FREQ = 4  # of the schedule that configuration classes of HY-V4 fill in
 MODEL = Need("srt.models.hunyuan_v4", "HYV4Attention")
 
 
@@ -32,17 +32,16 @@ class HyV4Checkpoint(DsaCheckpoint):
     keys = KEYS
 
     def native(self, config: Mapping[str, Any], num_layers: int) -> Pattern:
-        """See `DsaCheckpoint.native`; the freq is 4 without `indexer_types`."""
+        """See `DsaCheckpoint.native`; the freq is `FREQ` without `indexer_types`."""
         if config.get(TYPES_KEY) is not None:
             return super().native(config, num_layers)
-        return freq_pattern(num_layers, HY_V4_FREQ)
+        return freq_pattern(num_layers, FREQ)
 
 
 class HyV4Sglang(BlocksAdapter):
     """An adapter that serves HY-V4 as DSA."""
 
     serving = Feature("hy_v4", "patterns of F and S on HY-V4", (MODEL, *ATTENTIONS), "no server for HY-V4")
-    rules = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
     grouping = None  # `attn_sink` is a part of each query's softmax
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from sglang_indexcache.families.dsa.rules import GLM, HY_V4, SGLANG_HY_V4_RULES, SGLANG_RULES, Rule, read
-from sglang_indexcache.families.reading import READ_VERSIONS, merged, of_version
-from tests.override_spellings import LAYERS, V32, VERSIONS, case, slow
+from extras.launch.tests.override_spellings import LAYERS, V32, VERSIONS, case, slow
+from indexcache_launch.reading import READ_VERSIONS, merged, of_version
+from indexcache_launch.rules import GLM, HY_V4, SGLANG_HY_V4_RULES, SGLANG_RULES, Rule, read
 
 SEEDS = range(2000, 3500)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from extras.launch.tests.override_spellings import LAYERS, V32, VERSIONS, case, letters, odd_keys, slow
+from indexcache_launch.rules import GLM
 from sglang_indexcache.check import main
-from sglang_indexcache.families.dsa.rules import GLM
 from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import tiny_config
-from tests.override_spellings import LAYERS, V32, VERSIONS, case, letters, odd_keys, slow
 
 MODEL_TYPES = {GLM: "glm_moe_dsa", V32: "deepseek_v32"}
 

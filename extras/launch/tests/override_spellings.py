@@ -1,7 +1,7 @@
 """Odd overrides of which layers share, and a slow definition of what runs: an object, then one question a layer.
 
 The definition follows what Python does: an engine that reads a wrong value raises, and then nothing is served. It was
-written from the sources that `sglang_indexcache/families/dsa/rules.py` names, one function a version.
+written from the sources that `extras/launch/indexcache_launch/rules.py` names, one function a version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_indexcache.families.dsa.rules import GLM, HY_V4
+from indexcache_launch.rules import GLM, HY_V4
 
 V32 = "DeepseekV32ForCausalLM"
 TYPES, PATTERN, FREQ, OFFSET, CLI = (

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from extras.launch.tests.override_spellings import LAYERS, V32, case, slow
+from indexcache_launch.reading import READ_VERSIONS, of_version
+from indexcache_launch.rules import GLM, HY_V4, readings
 from sglang_indexcache.check import main
-from sglang_indexcache.families import family_of
-from sglang_indexcache.families.dsa.rules import GLM, HY_V4
-from sglang_indexcache.families.reading import READ_VERSIONS, of_version
 from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import tiny_config
-from tests.override_spellings import LAYERS, V32, case, slow
 
 pytestmark = pytest.mark.sglang
 MODEL_TYPES = {GLM: "glm_moe_dsa", V32: "deepseek_v32", HY_V4: "hy_v4"}
@@ -52,7 +51,7 @@ def test_the_tables_are_sglangs_own_rule(tmp_path: Path, installed: SglangSource
     seen: Counter[str] = Counter()
     for seed in range(5000, 5400):
         architecture, config, overrides = case(seed)
-        found = of_version(family_of(architecture).sglang.readings(architecture, config, overrides), installed.version)
+        found = of_version(readings(architecture, config, overrides), installed.version)
         if found is None:  # HY-V4 before 0.5.20
             continue
         asked = own(tmp_path, architecture, config, overrides)

@@ -1,8 +1,8 @@
 """The rules by which versions of engines read sharing keys on DSA models: leniently, and each in its own way.
 
-`override` reads what somebody means; this module what runs. It imitates two steps of each engine: its configuration
-class makes an object of config.json, and may fill keys in or drop them; then overrides are set on that object, one
-after the other, and a function decides layer by layer.
+`families.dsa.override` reads what somebody means; this module what runs. It imitates two steps of each engine: its
+configuration class makes an object of config.json, and may fill keys in or drop them; then overrides are set on that
+object, one after the other, and a function decides layer by layer.
 
 Read: sglang/srt/configs/model_config.py `dsa_layer_skips_topk` (0.5.14 and newer), the same within
 srt/models/deepseek_v2.py (before), srt/utils/hf_transformers/config.py `get_config` and srt/configs/hy_v4.py of all 16
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from indexcache_launch.reading import CONFIG, FILLED, OVERRIDE, SGLANG, Reading, merged, named
 from sglang_indexcache.families.dsa.override import (
     CLI_KEY,
     DEFAULT_OFFSET,
@@ -29,14 +30,13 @@ from sglang_indexcache.families.dsa.override import (
     TYPES_KEY,
     meanings,
 )
-from sglang_indexcache.families.reading import CONFIG, FILLED, OVERRIDE, SGLANG, Reading, named
+from sglang_indexcache.families.hy_v4 import FREQ
 from sglang_indexcache.io.errors import SpellingError
 from sglang_indexcache.pattern import FULL, SHARED
 from sglang_indexcache.sglang.override_flag import PARTS
 
 GLM, HY_V4 = "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"
 DEPTH_KEY = "num_hidden_layers"
-HY_V4_FREQ = 4  # of the schedule that configuration classes of HY-V4 fill in
 _FULL_WORD, _SHARED_WORD = "full", "shared"
 
 
@@ -123,6 +123,19 @@ VLLM_RULES = (_VLLM,)  # of DeepSeek-V3.2 and GLM-5
 VLLM_HY_V4_RULES = (
     replace(_VLLM, order=(TYPES_KEY, *_PLAIN), unread=(CLI_KEY,), positive=(FREQ_KEY,), checks_types=True),
 )
+
+
+def readings(architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Reading, ...]:
+    """Say which layers versions of engines would run with overrides alone.
+
+    Args:
+        architecture: the one that config.json names.
+        config: content of config.json.
+        overrides: a user's, without what `SglangAdapter.to_overrides` adds.
+    """
+    hy_v4 = (*SGLANG_HY_V4_RULES, *VLLM_HY_V4_RULES)
+    rules = hy_v4 if architecture == HY_V4 else (*SGLANG_RULES, *VLLM_RULES)
+    return merged(read(rule, architecture, config, overrides) for rule in rules)
 
 
 def read(rule: Rule, architecture: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Reading:
@@ -212,7 +225,7 @@ def _made(rule: Rule, architecture: str, config: Mapping[str, Any]) -> dict[str,
     made, given, layers = dict(config), config.get(TYPES_KEY), int(config[DEPTH_KEY])
     if architecture == HY_V4:
         if given is None:
-            made[TYPES_KEY] = _words(_by_freq(HY_V4_FREQ, DEFAULT_OFFSET, layers))
+            made[TYPES_KEY] = _words(_by_freq(FREQ, DEFAULT_OFFSET, layers))
         elif not isinstance(given, list) or len(given) != layers or given[0] != "full" or not _only_words(given):
             raise _refused(f"config.json: {TYPES_KEY}", given)
     elif architecture == GLM and given is not None:
