@@ -11,15 +11,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NoReturn
 
 from sglang_indexcache import process
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
-from sglang_indexcache.checkpoint.environment import Environment
-from sglang_indexcache.checkpoint.findings import Checked, Launch, Listing, reader, remarks_on
+from sglang_indexcache.checkpoint.findings import Checked, Findings, Launch, Listing, reader, remarks_on
 from sglang_indexcache.checkpoint.fit import as_text, check
 from sglang_indexcache.command_line import exit_codes, shown_command
 from sglang_indexcache.http import served_table, servers
@@ -34,8 +32,8 @@ from sglang_indexcache.serving.preflight import unread_features
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.meaning import Meaning
 from sglang_indexcache.sglang.override_flag import FLAG, parse_overrides
-from sglang_indexcache.sglang.probes import SglangError, SglangSource
-from sglang_indexcache.version import requirement, version
+from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.version import version
 
 DESCRIPTION = f"""
 Check a pattern file, without starting a server.
@@ -106,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FLAGS",
         help="a launch line of SGLang's: what was run together, what is refused, and what can't be judged",
     )
-    parser.add_argument("--environment", action="store_true", help="show what this SGLang offers, feature by feature")
     listings = {name: each() for name, each in extensions("listings", Listing).items()}
     for name, listing in listings.items():
         parser.add_argument(f"--{name}", action="store_true", help=listing.help)
@@ -121,9 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name.replace('_', '-')}: found --, expected a value")
     pasted = options.pattern is None and options.model is not None and options.json_model_override_args != "{}"
     listed = [listing for name, listing in listings.items() if getattr(options, name)]
-    if [options.environment, *map(bool, listed), options.pattern is not None, pasted].count(True) != 1:
-        named = ", ".join(("--environment", *(f"--{name}" for name in listings)))
-        parser.error(f"expected one of a pattern, {named}, and --model with {FLAG}")
+    if len(listed) + (options.pattern is not None) + pasted != 1:
+        named = "".join(f" --{name}," for name in listings)
+        parser.error(f"expected one of a pattern,{named} and --model with {FLAG}")
+    readers = [("--model", options.model), ("--server-args", options.server_args)]  # of an SGLang
+    readers += [(f"--{name}", getattr(options, name) or None) for name, item in listings.items() if item.reads_sglang]
     for flag, given, wanted in (
         ("--model", options.pattern is None and options.model and not pasted, "a pattern"),
         ("--server", options.pattern is None and options.server, "a pattern"),
@@ -132,18 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--allow-config-mismatch", options.model is None and options.allow_config_mismatch, "--model"),
         (
             "--sglang",
-            options.model is None and not options.environment and options.server_args is None and options.sglang,
-            "--model, --server-args or --environment",
+            options.sglang and all(value is None for _, value in readers),
+            " or ".join(", ".join(flag for flag, _ in readers).rsplit(", ", 1)),
         ),
     ):
         if given:
             parser.error(f"{flag} is used with {wanted} alone")
     try:
         if listed:
-            return _listing(options, listed[0])
+            return _write(options, listed[0].find(options.sglang))
         if pasted:
-            return _override(options)
-        return _environment(options) if options.environment else _pattern(options)
+            return _write(options, reader(FLAG).alone(options.model, options.json_model_override_args, options.sglang))
+        return _pattern(options)
     except Exception as error:
         line, code = exit_line(error)
         sys.stderr.write(f"indexcache-check: {line}\n")
@@ -160,30 +159,10 @@ def _joined(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _write(options: argparse.Namespace, content: Any, text: str) -> None:
-    sys.stdout.write((json.dumps(content, indent=1) if options.json else text) + "\n")
-
-
-def _environment(options: argparse.Namespace) -> int:
-    source = SglangSource.at_hand(options.sglang)
-    if source is None:
-        raise SglangError(
-            f"SGLang is not installed here; expected: pip install {requirement('sglang')}, or --sglang FOLDER"
-        )
-    environment = Environment.of(source)
-    _write(options, asdict(environment), environment.as_text())
-    return 0 if environment.can_serve else 1
-
-
-def _listing(options: argparse.Namespace, listing: Listing) -> int:
-    found = listing.find()
-    _write(options, found.content, "\n".join(found.lines))
-    return 0
-
-
-def _override(options: argparse.Namespace) -> int:
-    found = reader(FLAG).alone(options.model, options.json_model_override_args, options.sglang)
-    _write(options, found.content, "\n".join(found.lines))
+def _write(options: argparse.Namespace, found: Findings) -> int:
+    """Print what was found, and return the exit code."""
+    text = json.dumps(found.content, indent=1) if options.json else "\n".join(found.lines)
+    sys.stdout.write(f"{text}\n")
     return 1 if found.problems else 0
 
 
@@ -199,8 +178,7 @@ def _pattern(options: argparse.Namespace) -> int:
         text.append(folder.as_text(result["problems"]))
     if against and not result["problems"]:  # what was changed is not read on
         _check_against(options, PatternSpec.read(options.pattern if folder is None else folder.pattern), result, text)
-    _write(options, result, "\n\n".join(text))
-    return 1 if result["problems"] else 0
+    return _write(options, Findings(problems=tuple(result["problems"]), lines=("\n\n".join(text),), content=result))
 
 
 def _check_against(options: argparse.Namespace, spec: PatternSpec, result: dict[str, Any], text: list[str]) -> None:

@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sglang_indexcache.checkpoint.environment import Environment
+from indexcache_launch.environment import Environment
 from sglang_indexcache.sglang.probes import SglangSource
 
 VERSIONS = ("0.5.11", "0.5.13.post1", "0.5.15.post1", "0.5.17", "0.5.20", "0.5.23")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from indexcache_launch.environment import all_features
 from scripts.tools.probe_wheels import unpacked
-from sglang_indexcache.checkpoint.environment import all_features
 from sglang_indexcache.sglang.read_sources import READ, digest
 
 

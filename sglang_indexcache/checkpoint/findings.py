@@ -86,13 +86,15 @@ class Listing(ABC):
 
     Attributes:
         help: what it prints.
+        reads_sglang: whether it reads an SGLang: the installed one, or an unpacked one.
     """
 
     help: ClassVar[str]
+    reads_sglang: ClassVar[bool] = False
 
     @abstractmethod
-    def find(self) -> Findings:
-        """Return what it prints."""
+    def find(self, unpacked: Path | None) -> Findings:
+        """Return what it prints; problems are exit code 1."""
 
 
 class Launch(ABC):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from indexcache_launch.environment import Environment, family_features
 from sglang_indexcache.check import main
-from sglang_indexcache.checkpoint.environment import Environment, family_features
 from sglang_indexcache.families import known_families
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.probes import FEATURES, Feature, Need, SglangError, SglangSource

@@ -12,10 +12,10 @@ import pytest
 
 from indexcache_dense.family import backends
 from indexcache_dense.selection import DEFAULT
+from indexcache_launch.environment import Environment, all_features
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
-from sglang_indexcache.checkpoint.environment import Environment, all_features
 from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.io.errors import IndexCacheError, ProofError

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_indexcache.checkpoint.environment import all_features
+from indexcache_launch.environment import all_features
 from sglang_indexcache.sglang.probes import SglangSource
 from sglang_indexcache.sglang.read_sources import RAN
 

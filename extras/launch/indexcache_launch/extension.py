@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from indexcache_launch import override_alone
+from indexcache_launch.environment import Environment
 from indexcache_launch.judge import Judgement, family_in, judge
 from indexcache_launch.launch_line import LaunchLine, Readings, split_text
 from indexcache_launch.options import versions
-from sglang_indexcache.checkpoint.findings import Checked, Findings, Launch, Launches, Remarks
+from sglang_indexcache.checkpoint.findings import Checked, Findings, Launch, Launches, Listing, Remarks
 from sglang_indexcache.families.combination import REFUSED, UNJUDGED
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.errors import IndexCacheError
@@ -21,7 +22,8 @@ from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import unread_features
 from sglang_indexcache.sglang.asked import Asked, LaunchError, split_arguments
 from sglang_indexcache.sglang.override_flag import FLAG
-from sglang_indexcache.sglang.probes import SglangSource
+from sglang_indexcache.sglang.probes import SglangError, SglangSource
+from sglang_indexcache.version import requirement
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,25 @@ class Overrides(Remarks):
             lines=(f"{FLAG} as it was given, without the launcher:", *lines, "") if readings else (),
             content={"alone": [asdict(item) for item in readings]},
         )
+
+
+class Features(Listing):
+    """The features of this plugin on an SGLang."""
+
+    help = "show what this SGLang offers, feature by feature"
+    reads_sglang = True
+
+    def find(self, unpacked: Path | None) -> Findings:
+        """See `Listing.find`; a problem if no pattern can be served.
+
+        Raises:
+            SglangError: if there is no SGLang.
+        """
+        source = SglangSource.at_hand(unpacked)
+        if source is None:
+            raise SglangError(
+                f"SGLang is not installed here; expected: pip install {requirement('sglang')}, or --sglang FOLDER"
+            )
+        found = Environment.of(source)
+        text = found.as_text()
+        return Findings(problems=() if found.can_serve else (text,), lines=(text,), content=asdict(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from indexcache_published.known import as_text, known_patterns
 from indexcache_published.warnings import provenance, warnings_about
 from sglang_indexcache.checkpoint.findings import Checked, Findings, Listing, Remarks
@@ -23,7 +25,7 @@ class Known(Listing):
 
     help = "list the patterns that others published"
 
-    def find(self) -> Findings:
+    def find(self, unpacked: Path | None) -> Findings:
         """See `Listing.find`."""
         from indexcache_published.gains import estimates  # tables of the search, which other checks do without
 
