@@ -18,18 +18,24 @@ from indexcache_search import strategies as search_strategies
 from indexcache_search.cli import evaluate, extra
 from indexcache_search.cli.command import application
 from indexcache_search.console import messages
+from indexcache_search.engines import own_server
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob
 from indexcache_search.eval.result import ever
 from indexcache_search.results import words
 from indexcache_search.strategies.base import Strategy
-from sglang_indexcache import Pattern, PatternFile, families
+from sglang_indexcache import Pattern, PatternFile, check, families
+from sglang_indexcache.checkpoint import findings
+from sglang_indexcache.checkpoint.findings import Launches, Listing, Remarks
 from sglang_indexcache.families.base import Family
-from sglang_indexcache.io.errors import PatternError, PatternFileError
+from sglang_indexcache.io.errors import IndexCacheError, PatternError, PatternFileError
 from sglang_indexcache.io.extensions import ExtensionError, extensions
+from sglang_indexcache.launch_server import tell
 from sglang_indexcache.pattern import selection
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import PAGES, tiny_config
 
 Install = Callable[..., None]
@@ -277,3 +283,23 @@ def test_all_of_ours_are_found() -> None:
     assert set(extensions("families", Family)) == {"dense_gqa", "minimax_m3"}
     assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
     assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}
+    assert set(extensions("launches", Launches)) == {"sglang"}
+    assert set(extensions("listings", Listing)) == {"environment", "known"}
+    assert set(extensions("remarks", Remarks)) == {"overrides", "provenance"}
+
+
+def test_without_a_reader_of_launch_lines_what_needs_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A server is still refused what the plugin refuses; the launcher alone has nothing to say before."""
+    monkeypatch.setattr(findings, "extensions", lambda group, kind: {})
+    line = "needs an extension that reads launch lines (indexcache.launches): none is here"
+    assert check.main(["FSSS", "--server-args", "--tp 2"]) == 2
+    assert capsys.readouterr().err == f"indexcache-check: --server-args {line}\n"
+    assert check.main(["--model", str(tmp_path), FLAG, '{"index_topk_freq": 2}']) == 2
+    assert capsys.readouterr().err == f"indexcache-check: {FLAG} {line}\n"
+    with pytest.raises(IndexCacheError, match=re.escape(line)):
+        own_server.check_arguments(["--tp", "2"])
+    assert own_server.check_arguments([]) == 1
+    tell(PatternSpec.read("FSSS"), Asked(pattern="FSSS"), ["--enable-two-batch-overlap"])
+    assert capsys.readouterr() == ("", "")
