@@ -26,7 +26,7 @@ from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.pattern_name import GRAMMAR, PatternSpec, spells_letters
-from sglang_indexcache.pattern_file.result_folder import ResultFolder
+from sglang_indexcache.pattern_file.result_folder import result_folder
 from sglang_indexcache.process import exit_line
 from sglang_indexcache.serving.preflight import unread_features
 from sglang_indexcache.sglang.asked import Asked
@@ -167,7 +167,7 @@ def _write(options: argparse.Namespace, found: Findings) -> int:
 
 
 def _pattern(options: argparse.Namespace) -> int:
-    folder = None if spells_letters(options.pattern) else ResultFolder.find(options.pattern)
+    folder = None if spells_letters(options.pattern) else result_folder(options.pattern)
     against = options.model is not None or options.server or options.server_args is not None
     if folder is None and not against:
         raise IndexCacheError("expected --model, --server or --server-args to check the pattern against")

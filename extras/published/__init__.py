@@ -1,1 +1,1 @@
-"""Patterns that others published."""
+"""What others published."""

@@ -1,1 +1,1 @@
-"""Pattern files: their content, where they come from, and the published ones that this package carries."""
+"""Pattern files: their content, their names, and the folders and places that they come from."""

@@ -20,7 +20,7 @@ from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.pattern import Pattern, full_layer_count, parse_retention
 from sglang_indexcache.pattern.indexer_setting import DEFINITION
 from sglang_indexcache.pattern.selection import PatternSelection, RegisteredSelection
-from sglang_indexcache.pattern_file.hub import SUFFIXES, HubFile
+from sglang_indexcache.pattern_file.remote import SUFFIXES, remote_file
 
 SCHEMA = "indexcache/v1"
 
@@ -277,14 +277,14 @@ class PatternFile(_FileSection):
 
     @classmethod
     def load(cls, spec: str | Path) -> PatternFile:
-        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5/pattern.yaml@1/4`; also of the hub, see `HubFile`.
+        """Read `PATH` or `PATH@RETENTION`, for instance `deploy/glm5/pattern.yaml@1/4`; also of the hub.
 
         Raises:
             PatternFileError: one line with file, field, what was found and what would be right.
         """
         path, retention = split_retention(str(spec))
-        on_hub = HubFile.parse(str(path))
-        name, local = (path, path) if on_hub is None else on_hub.download()
+        remote = remote_file(str(path))
+        name, local = (path, path) if remote is None else remote.download()
         try:
             data = read_regular(local, strict_yaml.MAX_BYTES)
         except FileError as error:

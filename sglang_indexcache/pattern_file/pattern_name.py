@@ -16,7 +16,7 @@ from sglang_indexcache.pattern import DENSE, FULL, SHARED, Pattern, parse_retent
 from sglang_indexcache.pattern.indexer_setting import CANDIDATES
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 from sglang_indexcache.pattern_file.file import PatternFile, split_retention
-from sglang_indexcache.pattern_file.hub import HubFile
+from sglang_indexcache.pattern_file.remote import remote_file
 
 GRAMMAR = "FILE or, on the hub, org/name/FILE; FILE@1/4, uniform@1/4 or letters"
 _UNIFORM = "uniform@"
@@ -68,9 +68,9 @@ class PatternSpec:
         path, retention = split_retention(text)
         if path.name == str(path) and not path.suffix and not os.path.lexists(path):
             raise PatternError(f"{text}: no such file, and not letters of a pattern; expected {GRAMMAR}")
-        on_hub = HubFile.parse(str(path))
-        if on_hub is not None:
-            pinned, _ = on_hub.download()
+        remote = remote_file(str(path))
+        if remote is not None:
+            pinned, _ = remote.download()
             text = str(pinned) if retention is None else f"{pinned}@{retention}"
         return cls(text, PatternFile.load(text), None if retention is None else parse_retention(retention))
 

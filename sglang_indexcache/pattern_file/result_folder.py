@@ -1,151 +1,55 @@
-"""The output folder of a search: what is in it, and whether its files belong together and are unchanged.
+"""The output folder of a search: the names of its files, and what stands for its pattern file.
 
-A search leaves a mark that lists the sha256 of each file. That the files are those of the mark, and that metrics.json
-and README.md are of this pattern.yaml, proves that nothing was changed or mixed up by mistake. It does not prove who
-wrote them: whoever changes a file can write another mark.
+A search leaves a mark that lists the sha256 of each file.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from sglang_indexcache.io.atomic import read_json_object, read_regular
-from sglang_indexcache.io.digest import file_digest
-from sglang_indexcache.io.errors import FileError, IndexCacheError, PatternFileError
-from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.hub import HubFile
+from sglang_indexcache.io.extensions import extensions
 
 MARK = "indexcache-run.json"
 SEARCH = "indexcache-search"
 PATTERN, METRICS, REPORT, CARD = "pattern.yaml", "metrics.json", "report.html", "README.md"
 FILES = (PATTERN, METRICS, REPORT, CARD)
-MAX_BYTES = 64 << 20  # of each of them
-
-_Listed = list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
-class _Mark(BaseModel):
-    """Part of a mark that a reader needs."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-    schema_: Literal["indexcache-run/v1"] = Field(alias="schema")
-    command: str
-    files: dict[str, _Listed | None]
-
-
-@dataclass(frozen=True)
-class ResultFolder:
-    """The folder of a search, on this machine or as a repository of the hub.
+class ResultFolder(ABC):
+    """The folder of a search, as an extension of the group `folders` finds it by a name.
 
     Attributes:
-        path: where its files are; of a repository, in the cache of the hub's client.
-        name: as it was written; of a repository, with its commit.
+        name: as it was written; of a repository on the hub, with its commit.
     """
 
-    path: Path
     name: str
 
     @classmethod
+    @abstractmethod
     def find(cls, text: str) -> Self | None:
-        """Return the folder or repository that `text` names, `None` if it names none; download its files first.
+        """Return the folder that `text` names, `None` if it names none.
 
         Raises:
-            PatternFileError: if a file can't be had from the hub.
+            PatternFileError: if a file can't be had.
         """
-        if os.path.isdir(text):  # noqa: PTH112 (Path.is_dir raises for names that are too long)
-            return cls(Path(text), text)
-        mark = HubFile.in_repository(text, MARK)
-        if mark is None:
-            return None
-        pinned, path = mark.download(MAX_BYTES)
-        for name in FILES:
-            replace(pinned, path=name).download(MAX_BYTES)
-        return cls(path.parent, f"{pinned.repository}@{pinned.revision}")
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """Return a line for each reason why its files are not those of one search; an empty list if they are."""
+
+    @abstractmethod
+    def as_text(self, problems: Sequence[str]) -> str:
+        """Return the result for people."""
 
     @property
     def pattern(self) -> str:
         """Name of its pattern file."""
         return f"{self.name}/{PATTERN}"
 
-    def problems(self) -> list[str]:
-        """Return a line for each reason why its files are not those of one search; an empty list if they are."""
-        try:
-            mark = _read_mark(self.path)
-        except FileError as error:
-            return [str(error)]
-        return list(_changed(self.path, mark)) or list(_contradictions(self.path))
 
-    def as_text(self, problems: Sequence[str]) -> str:
-        """Return the result for people."""
-        belong = f"its {len(FILES)} files belong together, as {SEARCH} wrote them (which does not say who ran it)"
-        return "\n".join([f"folder    {self.name}", *([f"problem: {line}" for line in problems] or [belong])])
-
-
-def _read_mark(folder: Path) -> _Mark:
-    path = folder / MARK
-    if not path.exists():
-        raise FileError(f"{folder}: has no {MARK}; expected the output folder of {SEARCH}, or a pattern file")
-    try:
-        mark = _Mark.model_validate(read_json_object(path, MAX_BYTES))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FileError(f"{path}: {where}: {first['msg']}; expected the mark of {SEARCH}") from None
-    if mark.command != SEARCH:
-        raise FileError(f"{path}: is the mark of {mark.command}, expected that of {SEARCH}")
-    return mark
-
-
-def _changed(folder: Path, mark: _Mark) -> Iterator[str]:
-    """Yield a line for each file that is not there, or whose sha256 the mark does not list."""
-    for name in FILES:
-        path, listed = folder / name, mark.files.get(name)
-        try:
-            if listed is None or len(listed) != 1:  # a run that was killed may leave two
-                raise FileError(f"{path}: {MARK} does not list it, expected its one sha256")
-            sha256 = file_digest(path).sha256
-            if sha256 not in listed:
-                yield f"{path}: was changed since {SEARCH} wrote it: sha256 {sha256[:16]}..., not {listed[0][:16]}..."
-        except FileError as error:
-            yield str(error)
-
-
-def _contradictions(folder: Path) -> Iterator[str]:
-    """Yield a line for each file that says something else than the pattern file, or that can't be read."""
-    try:
-        file = PatternFile.load(folder / PATTERN)
-        metrics = read_json_object(folder / METRICS, MAX_BYTES)
-        if _read(metrics.get("pattern_file"), folder / METRICS) != file:
-            yield f"{folder / METRICS}: has another pattern file than {PATTERN}; expected files of one search"
-        card = read_regular(folder / CARD, MAX_BYTES).decode(errors="replace")
-        for name, sha256 in _digests(file, metrics).items():
-            if sha256 not in card:
-                yield f"{folder / CARD}: lacks the sha256 of {name}, {sha256[:16]}...; expected files of one search"
-    except IndexCacheError as error:
-        yield str(error)
-
-
-def _digests(file: PatternFile, metrics: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of model and data that all of the files are about."""
-    held_out = metrics.get("held_out")
-    found = {
-        "config.json": file.model.config_sha256,
-        "the model's files": metrics.get("weights_sha256"),
-        "the calibration tokens": file.calibration and file.calibration.sha256,
-        "the held-out tokens": held_out.get("sha256") if isinstance(held_out, dict) else None,
-    }
-    return {name: sha256 for name, sha256 in found.items() if isinstance(sha256, str)}
-
-
-def _read(content: Any, path: Path) -> PatternFile:
-    try:
-        return PatternFile.model_validate(content)
-    except ValidationError:
-        raise PatternFileError(f"{path}: pattern_file is no pattern file, expected that of {PATTERN}") from None
+def result_folder(text: str) -> ResultFolder | None:
+    """Return the folder that `text` names for an extension, `None` if it names none; see `ResultFolder.find`."""
+    found = (kind.find(text) for kind in extensions("folders", ResultFolder).values())
+    return next((folder for folder in found if folder is not None), None)

@@ -34,6 +34,8 @@ from sglang_indexcache.launch_server import tell
 from sglang_indexcache.pattern import selection
 from sglang_indexcache.pattern.selection import PatternSelection, selection_type
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
+from sglang_indexcache.pattern_file.remote import RemoteFile
+from sglang_indexcache.pattern_file.result_folder import ResultFolder
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.override_flag import FLAG
 from tests.conftest import PAGES, tiny_config
@@ -285,6 +287,7 @@ def test_all_of_ours_are_found() -> None:
     assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}
     assert set(extensions("launches", Launches)) == {"sglang"}
     assert set(extensions("listings", Listing)) == {"environment", "known"}
+    assert set(extensions("sources", RemoteFile)) == {"hub"} and set(extensions("folders", ResultFolder)) == {"search"}
     assert set(extensions("remarks", Remarks)) == {"overrides", "provenance"}
 
 

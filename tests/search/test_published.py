@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from indexcache_published.folder import SearchFolder
 from indexcache_search.cli.command import application, command_line
 from indexcache_search.cli.search import app
 from indexcache_search.results.variant import IN_TIME
@@ -26,7 +27,7 @@ from indexcache_search.searching.show import show
 from indexcache_search.workdir.mark import Mark
 from sglang_indexcache import PatternFile
 from sglang_indexcache.check import main
-from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PATTERN, ResultFolder
+from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PATTERN
 from tests.fake_hub import COMMIT, FakeHub, serving, use
 from tests.search.test_fuzz import mutated, one_line_or
 from tests.search.test_report import row, sample_content, sample_metrics
@@ -319,7 +320,7 @@ def test_a_thousand_changed_folders(folder: Path) -> None:
         name = (MARK, *FILES)[number % 5]
         text = mutated(original[name], rng)
         (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-        found = one_line_or(lambda: ResultFolder(folder, "deploy").problems())
+        found = one_line_or(lambda: SearchFolder(folder, "deploy").problems())
         assert all(line and line.isprintable() and len(line) < 1100 for line in found), found
         if text != original[name] and not (name == MARK and same_digests(text, said)):
             assert found, (name, text)

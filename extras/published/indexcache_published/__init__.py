@@ -1,1 +1,1 @@
-"""Patterns that others published, what they gain, and warnings about patterns that look wrong beside them."""
+"""What others published: patterns with what they gain, and pattern files and folders of searches on the hub."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from indexcache_published.hub import HubFile
 from scripts.tools.pattern_files import pattern_file
 from sglang_indexcache import IndexCacheError, Pattern, PatternFile, launch_server
 from sglang_indexcache.check import main
@@ -18,7 +19,6 @@ from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.io.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIABLE
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
 from sglang_indexcache.pattern_file.file import split_retention
-from sglang_indexcache.pattern_file.hub import HubFile
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked

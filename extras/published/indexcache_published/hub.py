@@ -13,27 +13,21 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote, unquote
 
+from sglang_indexcache.checkpoint.checkpoint import why
 from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
+from sglang_indexcache.pattern_file.remote import SUFFIXES, RemoteFile
 
-SUFFIXES = (".yaml", ".yml")
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}"
 _FORM = re.compile(
     rf"(?P<repository>{_NAME}/{_NAME}?)(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[^/@\s]+))?/(?P<path>\S+)"
 )
 _REVISION = re.compile(r"[\w./-]{1,200}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REASONS = {  # by class of the client's error, special before general
-    "GatedRepoError": "the repository is gated; expected a token that has access (hf auth login, or HF_TOKEN)",
-    "RepositoryNotFoundError": "no such repository, or a private one without a token",
-    "RevisionNotFoundError": "no such revision there",
-    "LocalEntryNotFoundError": "it is not in the cache, and the hub was not reached (HF_HUB_OFFLINE, or no network)",
-    "EntryNotFoundError": "no such file there",
-}
 
 
 @dataclass(frozen=True)
-class HubFile:
+class HubFile(RemoteFile):
     """A file of a model repository on the hub.
 
     Attributes:
@@ -141,10 +135,3 @@ class HubFile:
 
 def _may_be_local(text: str) -> bool:
     return os.path.exists(text) or os.path.isdir(text.partition("/")[0])  # noqa: PTH110, PTH112 (they raise for some names)
-
-
-def why(error: Exception) -> str:
-    """Say why the hub's client failed, in its own words where they are not about a cause that is known."""
-    names = [item.__name__ for item in type(error).__mro__]
-    known = next((words for name, words in _REASONS.items() if name in names), None)
-    return known or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

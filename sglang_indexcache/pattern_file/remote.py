@@ -1,0 +1,38 @@
+"""Pattern files that are not on this machine: extensions know where."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Self
+
+from sglang_indexcache.io.extensions import extensions
+
+SUFFIXES = (".yaml", ".yml")
+
+
+class RemoteFile(ABC):
+    """A pattern file that an extension of the group `sources` can get; `str` gives its name."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, text: str) -> Self | None:
+        """Read a name; return `None` for anything that may be local.
+
+        Raises:
+            PatternFileError: for a name that nobody means as a file here.
+        """
+
+    @abstractmethod
+    def download(self) -> tuple[Self, Path]:
+        """Return this file, pinned so that no other content has its name, and a copy on this machine.
+
+        Raises:
+            PatternFileError: if it can't be had, or is too large.
+        """
+
+
+def remote_file(text: str) -> RemoteFile | None:
+    """Return the file that `text` names for an extension, `None` for anything that may be local."""
+    found = (kind.parse(text) for kind in extensions("sources", RemoteFile).values())
+    return next((file for file in found if file is not None), None)
