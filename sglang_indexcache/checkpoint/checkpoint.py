@@ -19,6 +19,7 @@ from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
+from sglang_indexcache.pattern_file.remote import why
 from sglang_indexcache.sglang.override_flag import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -26,14 +27,6 @@ _MAX_HEADER_BYTES = 100 << 20
 _NO_MODELS = (".gguf", "adapter_config.json")  # endings of files that hold weights in another form, or a part of them
 _MAX_POINTER_BYTES = 1024
 _NO_POINTERS = (".json", ".safetensors", ".bin", ".model", ".tiktoken")  # endings of a checkpoint's own files
-
-_REASONS = {  # by class of the client's error, special before general
-    "GatedRepoError": "the repository is gated; expected a token that has access (hf auth login, or HF_TOKEN)",
-    "RepositoryNotFoundError": "no such repository, or a private one without a token",
-    "RevisionNotFoundError": "no such revision there",
-    "LocalEntryNotFoundError": "it is not in the cache, and the hub was not reached (HF_HUB_OFFLINE, or no network)",
-    "EntryNotFoundError": "no such file there",
-}
 
 
 class HubFileError(ModelConfigError):
@@ -168,13 +161,6 @@ def _from_hub(model: str, name: str) -> Path:
         return Path(hf_hub_download(named.repository, name, revision=named.revision))
     except Exception as error:  # the client has many, and a proxy more
         raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {why(error)}") from None
-
-
-def why(error: Exception) -> str:
-    """Say why the hub's client failed, in its own words where they are not about a cause that is known."""
-    names = [item.__name__ for item in type(error).__mro__]
-    known = next((words for name, words in _REASONS.items() if name in names), None)
-    return known or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def _tensor_names(model: str) -> Iterable[str] | None:

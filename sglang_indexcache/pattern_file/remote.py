@@ -9,6 +9,13 @@ from typing import Self
 from sglang_indexcache.io.extensions import extensions
 
 SUFFIXES = (".yaml", ".yml")
+_REASONS = {  # by class of the client's error, special before general
+    "GatedRepoError": "the repository is gated; expected a token that has access (hf auth login, or HF_TOKEN)",
+    "RepositoryNotFoundError": "no such repository, or a private one without a token",
+    "RevisionNotFoundError": "no such revision there",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub was not reached (HF_HUB_OFFLINE, or no network)",
+    "EntryNotFoundError": "no such file there",
+}
 
 
 class RemoteFile(ABC):
@@ -36,3 +43,10 @@ def remote_file(text: str) -> RemoteFile | None:
     """Return the file that `text` names for an extension, `None` for anything that may be local."""
     found = (kind.parse(text) for kind in extensions("sources", RemoteFile).values())
     return next((file for file in found if file is not None), None)
+
+
+def why(error: Exception) -> str:
+    """Say why the hub's client failed, in its own words where they are not about a cause that is known."""
+    names = [item.__name__ for item in type(error).__mro__]
+    known = next((words for name, words in _REASONS.items() if name in names), None)
+    return known or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

@@ -27,7 +27,7 @@ TYPES = ["full", "shared", "shared", "full", "shared", "shared"]
 
 @pytest.fixture(autouse=True)
 def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same with and without SGLang in the environment; tests/live/test_override_rules.py asks a real one."""
+    """The same with and without SGLang; extras/launch/tests/live/test_override_rules.py asks a real one."""
     monkeypatch.setattr("sglang_indexcache.sglang.probes.SglangSource.installed", lambda: None)
 
 

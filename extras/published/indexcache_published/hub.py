@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote, unquote
 
-from sglang_indexcache.checkpoint.checkpoint import why
 from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
-from sglang_indexcache.pattern_file.remote import SUFFIXES, RemoteFile
+from sglang_indexcache.pattern_file.remote import SUFFIXES, RemoteFile, why
 
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}"
 _FORM = re.compile(
