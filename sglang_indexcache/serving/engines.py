@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.serving.preflight import EnginePlan, Preflight
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.request import carried, wanted
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang.hooks import installed_source
 from sglang_indexcache.sglang.requested import ATTRIBUTE, amend, request_of
@@ -36,9 +36,9 @@ def plan_of(server_args: Any) -> EnginePlan | None:
             if request.asked.calibrate:
                 _plans[request.engine] = _of_searches[0]()
             else:
-                wanted = PatternRequest.of(request)
-                amend(server_args, carried=wanted.carried)
-                _plans[request.engine] = Preflight(wanted, installed_source(probes.REQUIRED))
+                spec = wanted(request)
+                amend(server_args, carried=carried(spec))
+                _plans[request.engine] = Preflight(spec, request.asked, installed_source(probes.REQUIRED))
         return _plans[request.engine]
 
 

@@ -16,8 +16,8 @@ from sglang_indexcache.io.messages import NOT_COMBINED
 from sglang_indexcache.io.refusal import SHARD_FLAG, UNION_FLAG, UNREAD_FLAG
 from sglang_indexcache.model.name import at_revision
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.proven import ProofHolder
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang import probes
 from sglang_indexcache.sglang import variables as environment
@@ -248,17 +248,23 @@ class EnginePlan(ABC):
 
 
 class Preflight(EnginePlan):
-    """The plan of an engine that serves a pattern, checked before SGLang builds anything."""
+    """The plan of an engine that serves a pattern, checked before SGLang builds anything.
+
+    Args:
+        spec: the pattern; `None` for the model's own.
+        asked: what else the launch asks for.
+        sglang: the installed one.
+    """
 
     serves = True
     subject = "a pattern"
     error = PreflightError
 
-    def __init__(self, request: PatternRequest, sglang: SglangSource) -> None:
+    def __init__(self, spec: PatternSpec | None, asked: Asked, sglang: SglangSource) -> None:
         super().__init__(sglang)
-        self._request, self.source, self.asked = request, request.source, request.asked
-        if request.pattern is not None:
-            self.pattern = request.pattern
+        self._spec, self.asked, self.source = spec, asked, "the model's own" if spec is None else spec.text
+        if spec is not None:
+            self.pattern = spec.known()
         self._families: dict[str, Family] = {}  # of checked models
         self._arguments: Any = None
 
@@ -289,15 +295,15 @@ class Preflight(EnginePlan):
     def family_at(self, model: str) -> Family:
         """See `EnginePlan.family_at`; checked once for an engine, however many configurations SGLang builds of it."""
         if model not in self._families:
-            checkpoint, request = Checkpoint.read(model), self._request
-            if request.pattern is None:
+            checkpoint, file = Checkpoint.read(model), None if self._spec is None else self._spec.file
+            if self._spec is None:
                 self.pattern = checkpoint.model.native
             overrides = parse_overrides(getattr(self._arguments, "json_model_override_args", None) or "{}")
             if overrides:
                 checkpoint.family.sglang.to_overrides(overrides, self.pattern)  # refuses some by name
                 checkpoint = Checkpoint.read(model, overrides)  # the model that is served
             self._check_heads(checkpoint)
-            for error in checkpoint.misfits(self.pattern, request.file, self.asked.allow_mismatch):
+            for error in checkpoint.misfits(self.pattern, file, self.asked.allow_mismatch):
                 raise error
             family = checkpoint.family
             self.sglang.require(family.sglang.serving, *family.sglang.needed(self.pattern))

@@ -3,75 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.refusal import PATTERN_VARIABLE
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import KEY, CarriedPattern, Request
 
 
-@dataclass(frozen=True)
-class PatternRequest:
-    """The pattern to serve, and how.
+def wanted(request: Request) -> PatternSpec | None:
+    """Return the pattern that an engine requests; `None` for the model's own.
 
-    Attributes:
-        source: the file and retention, or the letters, as the user wrote it; of a file on the hub, with its commit.
-        pattern: the pattern that it names; `None` for the model's own.
-        file: content of the file; `None` for letters, and in a process that has the pattern from the server arguments,
-            since the main process checked it.
-        asked: what else the launch asks for.
+    In a process that has it from the server arguments it has no file, since the main process checked that.
+
+    Raises:
+        IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
     """
+    if request.carried is not None:
+        return _spelled(request.carried.source, request.carried.key)
+    own, asked = request.own, request.asked.pattern
+    in_overrides = None if own is None else _read(own) if isinstance(own, str) else _read_back(own)
+    if asked is None:
+        return in_overrides
+    found = _read(asked)
+    if in_overrides is not None and in_overrides.known() != found.known():
+        raise IndexCacheError(
+            f"{PATTERN_VARIABLE} asks for {found.known()}, the {KEY} section of the model overrides for"
+            f" {in_overrides.known()}; expected one of them"
+        )
+    return found
 
-    source: str
-    pattern: Pattern | None
-    file: PatternFile | None = None
-    asked: Asked = field(default_factory=Asked)
 
-    @classmethod
-    def load(cls, spec: str) -> Self:
-        """Read what `spec` names.
+def carried(spec: PatternSpec | None) -> CarriedPattern | None:
+    """Return the form of a pattern in server arguments; `None` for the model's own."""
+    return None if spec is None else CarriedPattern(source=spec.text, key=spec.known().key)
 
-        Raises:
-            IndexCacheError: if it can't be used.
-        """
-        named = PatternSpec.read(spec)
-        return cls(named.text, named.known(), named.file)
 
-    @classmethod
-    def of(cls, request: Request) -> Self:
-        """Return the pattern that an engine requests.
+def _read(text: str) -> PatternSpec:
+    spec = PatternSpec.read(text)
+    spec.known()  # refuses what only a model says
+    return spec
 
-        Raises:
-            IndexCacheError: if it can't be used, or the environment and the engine's own overrides differ.
-        """
-        asked, own, carried = request.asked, request.own, request.carried
-        found = cls("the model's own", None)
-        if carried is not None:
-            found = cls(carried.source, Pattern.from_key(carried.key))
-        elif own is not None:
-            found = cls.load(own) if isinstance(own, str) else cls._read_back(own)
-        if carried is None and asked.pattern is not None:
-            loaded = cls.load(asked.pattern)
-            if own is not None and found.pattern != loaded.pattern:
-                raise IndexCacheError(
-                    f"{PATTERN_VARIABLE} asks for {loaded.pattern}, the {KEY} section of the model overrides for"
-                    f" {found.pattern}; expected one of them"
-                )
-            found = loaded
-        return replace(found, asked=asked)
 
-    @property
-    def carried(self) -> CarriedPattern | None:
-        """The form of the pattern in server arguments; `None` for the model's own."""
-        return None if self.pattern is None else CarriedPattern(source=self.source, key=self.pattern.key)
+def _read_back(section: Any) -> PatternSpec:
+    if not isinstance(section, Mapping) or set(section) != {"source", "pattern"}:
+        raise IndexCacheError(f"the {KEY} section of the model overrides is not a pattern, nor its source and key")
+    return _spelled(str(section["source"]), str(section["pattern"]))
 
-    @classmethod
-    def _read_back(cls, section: Any) -> Self:
-        if not isinstance(section, Mapping) or set(section) != {"source", "pattern"}:
-            raise IndexCacheError(f"the {KEY} section of the model overrides is not a pattern, nor its source and key")
-        return cls(str(section["source"]), Pattern.from_key(str(section["pattern"])))
+
+def _spelled(source: str, key: str) -> PatternSpec:
+    return PatternSpec(source, letters=Pattern.from_key(key))

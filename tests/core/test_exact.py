@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sglang_indexcache import Pattern
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import RankReport, disagreement
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.probes import Feature
 from tests.conftest import tiny_config, tiny_hy_v4_config, tiny_v4_config
@@ -30,8 +30,10 @@ class AnySglang(WithAllNeeded):
 
 def check(folder: Path, config: dict[str, Any], pattern: Pattern | None, **flags: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    request = PatternRequest("x", pattern, asked=Asked(unions=True, allow_unread=True))
-    Preflight(request, AnySglang(Path(), "0.0")).check(SimpleNamespace(model_path=str(folder), **flags))
+    spec = None if pattern is None else PatternSpec("x", letters=pattern)
+    Preflight(spec, Asked(unions=True, allow_unread=True), AnySglang(Path(), "0.0")).check(
+        SimpleNamespace(model_path=str(folder), **flags)
+    )
 
 
 @pytest.mark.parametrize("pattern", [Pattern("FSSFSS"), None])

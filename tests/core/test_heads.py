@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from indexcache_launch.launch_line import LaunchLine, Readings
-from sglang_indexcache import Pattern
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe, family_of
 from sglang_indexcache.families.dsa.heads import selection_troubles, troubles
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.override_flag import FLAG
 from sglang_indexcache.sglang.probes import Feature, SglangSource
 from tests.conftest import tiny_config, tiny_dense_config, tiny_v4_config
@@ -112,7 +112,7 @@ def test_a_server_whose_selection_would_end_it_is_refused(tmp_path: Path, capsys
     for arguments in (["--json-model-override-args", override], ["--server-args", f"{FLAG} '{override}'"]):
         assert main(["FSSFSS", "--model", str(tmp_path), *arguments]) == 1
         assert f"\nproblem: {said}" in capsys.readouterr().out
-    check = Preflight(PatternRequest("x", Pattern("FSSFSS")), AnySglang(Path(), "0.0"))
+    check = Preflight(PatternSpec.read("FSSFSS"), Asked(), AnySglang(Path(), "0.0"))
     given: dict[str, Any] = {"model_path": str(tmp_path), "json_model_override_args": override}
     with pytest.raises(PreflightError, match=said):
         check.check(SimpleNamespace(**given))
@@ -142,10 +142,9 @@ def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_server_is_refused_or_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(glm()))
-    request = PatternRequest("x", Pattern("FSSFSS"))
     for backend, refused in (("flashmla_sparse", True), (None, False), ("tilelang", False)):
         caplog.clear()
-        check = Preflight(request, AnySglang(Path(), "0.0"))
+        check = Preflight(PatternSpec.read("FSSFSS"), Asked(), AnySglang(Path(), "0.0"))
         arguments = SimpleNamespace(model_path=str(tmp_path), dsa_prefill_backend=backend)
         if refused:
             with pytest.raises(

@@ -15,8 +15,8 @@ from sglang_indexcache import IndexCacheError, Pattern, PatternFile
 from sglang_indexcache.check import main
 from sglang_indexcache.families import describe
 from sglang_indexcache.families.dsa.override import to_sglang
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import Preflight
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.override_flag import FLAG, merged
 from sglang_indexcache.sglang.probes import Feature, SglangSource
@@ -61,8 +61,8 @@ def made(name: str, folder: Path) -> PatternFile:
 def served(name: str, overrides: dict[str, Any], folder: Path, allow: bool = False, letters: bool = False) -> None:
     """Check a server of a pattern file that was made for the model without overrides."""
     file = made(name, folder)
-    request = PatternRequest("x", file.as_pattern(), None if letters else file, Asked(allow_mismatch=allow))
-    check = Preflight(request, AnySglang(Path(), "0.0"))
+    spec = PatternSpec("x", letters=file.as_pattern()) if letters else PatternSpec("x", file)
+    check = Preflight(spec, Asked(allow_mismatch=allow), AnySglang(Path(), "0.0"))
     check.check(SimpleNamespace(model_path=str(folder), json_model_override_args=json.dumps(overrides)))
 
 

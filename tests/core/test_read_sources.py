@@ -20,13 +20,13 @@ from sglang_indexcache.families import known_families
 from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.io.errors import IndexCacheError, ProofError
 from sglang_indexcache.io.refusal import UNREAD_VARIABLE
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang import probes, read_sources
 from sglang_indexcache.sglang.asked import Asked, split_arguments
 from sglang_indexcache.sglang.probes import Need, SglangSource
 from sglang_indexcache.sglang.read_sources import READ, digest, never_run
-from sglang_indexcache.sglang.requested import request_of
+from sglang_indexcache.sglang.requested import Request, request_of
 from tests.conftest import V4_LAYERS, tiny_config, tiny_dense_config, tiny_v4_config
 from tests.core.test_probes import ALL_NEEDS, write_sglang
 
@@ -65,8 +65,7 @@ def preflight(
     source: SglangSource, model: str, pattern: str, *, shard: bool = False, group: bool = True, allow: bool = False
 ) -> Any:
     asked = Asked(shard=shard, ungrouped=not group, allow_unread=allow)
-    request = PatternRequest("here", Pattern.parse(pattern), asked=asked)
-    return Preflight(request, source).family_at(model)
+    return Preflight(PatternSpec.read(pattern), asked, source).family_at(model)
 
 
 def model(folder: Path, config: dict[str, Any]) -> str:
@@ -207,10 +206,10 @@ def test_the_check_speaks_of_the_backend_of_a_dense_model(
     assert not problems("--server-args", "--indexcache-allow-unread-source")
 
 
-def requested() -> PatternRequest:
+def requested() -> Request:
     request = request_of(SimpleNamespace())
     assert request is not None
-    return PatternRequest.of(request)
+    return request
 
 
 def test_the_flag_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,19 +23,19 @@ from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io import refusal
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.messages import NO_INDEXER, NOT_LOADED, WOULD_RUN
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving import engines, identity, proof, ranks
 from sglang_indexcache.serving.preflight import Preflight
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import Proof, ProofHolder
 from sglang_indexcache.serving.ranks import MEET_VARIABLE, RankReport, _meet_seconds, disagreement
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.hooks import refusing, refusing_around
 from sglang_indexcache.sglang.probes import SglangError, SglangSource
 from tests.conftest import TOPK, tiny_config
 
 PATTERN = Pattern("FSSFSS")
-REQUEST = PatternRequest("deploy.yaml@1/3", PATTERN, pattern_file(PATTERN, tiny_config()))
+SPEC = PatternSpec("deploy.yaml@1/3", pattern_file(PATTERN, tiny_config()))
 PROVEN = ProofHolder()
 PROVEN.set(Proof(PATTERN, 6, 2))
 
@@ -332,7 +332,7 @@ def test_tensors_that_are_not_the_checkpoints_are_left_alone() -> None:
 
 
 def test_a_model_without_a_configuration_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Preflight(REQUEST, SglangSource(Path(), "0.0"))
+    check = Preflight(SPEC, Asked(), SglangSource(Path(), "0.0"))
     with pytest.raises(ProofError, match="SGLang built a model without a configuration"):
         _ = check.family
     monkeypatch.setattr(engines, "plan_of", lambda _: check)
@@ -344,7 +344,7 @@ def test_a_model_without_a_configuration_is_not_proven(monkeypatch: pytest.Monke
 def test_an_sglang_without_the_familys_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
-    check = Preflight(REQUEST, SglangSource.at(tmp_path))
+    check = Preflight(SPEC, Asked(), SglangSource.at(tmp_path))
     with pytest.raises(SglangError, match=r"needs sglang.srt.models.deepseek_v2, which is not in SGLang unknown"):
         check.family_at(str(tmp_path))
     with pytest.raises(ProofError):

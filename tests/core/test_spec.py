@@ -15,7 +15,9 @@ from sglang_indexcache.families.dsa.override import indexer_types
 from sglang_indexcache.io.errors import PatternError
 from sglang_indexcache.io.messages import BEGINS_SHARED, NO_INDEXER, OTHER_LENGTH
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec, spells_letters, split_name
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.request import wanted
+from sglang_indexcache.sglang.asked import Asked
+from sglang_indexcache.sglang.requested import Request
 from tests.conftest import save_model, tiny_config
 
 MODEL = describe(tiny_config(), "glm")
@@ -90,11 +92,14 @@ def test_a_pattern_of_another_model_or_on_a_locked_layer_is_refused(path: Path) 
 
 
 def test_serving_takes_files_and_letters(path: Path) -> None:
-    assert PatternRequest.load(f"{path}@1/3").pattern == Pattern("FSSFSS")
-    letters = PatternRequest.load("FSSFSS")
-    assert (letters.pattern, letters.file) == (Pattern("FSSFSS"), None)
+    def read(text: str) -> PatternSpec | None:
+        return wanted(Request(asked=Asked(pattern=text)))
+
+    of_file, letters = read(f"{path}@1/3"), read("FSSFSS")
+    assert of_file is not None and of_file.known() == Pattern("FSSFSS")
+    assert letters is not None and (letters.known(), letters.file) == (Pattern("FSSFSS"), None)
     with pytest.raises(IndexCacheError, match="uniform@1/3 depends on the model's layers, expected a pattern file"):
-        PatternRequest.load("uniform@1/3")
+        read("uniform@1/3")
 
 
 def test_check_takes_every_form(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ from sglang_indexcache import Pattern, serving
 from sglang_indexcache.check import main as check_main
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.io.messages import NOT_COMBINED
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving import engines
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.serving.storage import unmarked
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.probes import SglangSource
@@ -99,7 +99,7 @@ def test_servers_refuse_it_at_the_start_and_when_it_is_attached(
     backend: str, source: SglangSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
-    plan = Preflight(PatternRequest("here", Pattern("FSSFSS"), asked=Asked(allow_unread=True)), source)
+    plan = Preflight(PatternSpec.read("FSSFSS"), Asked(allow_unread=True), source)
     arguments = SimpleNamespace(
         model_path=str(tmp_path), hicache_storage_backend=backend, hicache_storage_backend_extra_config=None
     )
@@ -114,7 +114,7 @@ def test_servers_refuse_it_at_the_start_and_when_it_is_attached(
         plan.check(arguments)
     with pytest.raises(Exception, match=f"HiCache storage kept {NOT_COMBINED}"):
         serving._cache_keys(config, controller)
-    full: Any = Preflight(PatternRequest("here", Pattern("F" * 6)), source)
+    full: Any = Preflight(PatternSpec.read("F" * 6), Asked(), source)
     full.check(arguments)  # its pages have all keys, and its name is in them where a backend looks at it
     monkeypatch.setattr(engines, "_loaded", [full])
     serving._cache_keys(config, controller)

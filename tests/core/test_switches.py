@@ -15,7 +15,7 @@ from sglang_indexcache.io.refusal import (
     UNION_VARIABLE,
 )
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.request import carried, wanted
 from sglang_indexcache.sglang.asked import environment_asks
 from sglang_indexcache.sglang.requested import Request, amend, request_of
 
@@ -63,11 +63,12 @@ def test_what_is_served_with_a_pattern_or_alone(
             monkeypatch.setenv(PATTERN_VARIABLE, spec)
         arguments = SimpleNamespace()
         for _ in range(2):
-            request = PatternRequest.of(requested(arguments))
-            assert (request.pattern, getattr(request.asked, name)) == (pattern, True)
-            amend(arguments, carried=request.carried)
+            request = requested(arguments)
+            found = wanted(request)
+            assert (found and found.known(), getattr(request.asked, name)) == (pattern, True)
+            amend(arguments, carried=carried(found))
     monkeypatch.delenv(variable)
-    assert not PatternRequest.of(requested(SimpleNamespace())).asked.without_pattern
+    assert not requested(SimpleNamespace()).asked.without_pattern
     monkeypatch.delenv(PATTERN_VARIABLE)
     for given in (variable, CALIBRATE_VARIABLE):
         monkeypatch.setenv(given, "1")
@@ -85,4 +86,4 @@ def test_queries_of_blocks_are_attended_from_together_unless_switched_off(monkey
         monkeypatch.setenv(GROUPING_VARIABLE, value)
         request = requested(SimpleNamespace())
         monkeypatch.setenv(GROUPING_VARIABLE, "1")
-        assert PatternRequest.of(request).asked.ungrouped != grouped
+        assert request.asked.ungrouped != grouped

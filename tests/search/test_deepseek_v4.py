@@ -28,11 +28,11 @@ from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.deepseek_v4.sglang import DeepseekV4Sglang
 from sglang_indexcache.io.errors import ModelConfigError, ProofError, SpellingError
 from sglang_indexcache.io.messages import NOT_COMBINED, NOT_LOADED, WOULD_RUN
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving import proof, ranks
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
 from sglang_indexcache.serving.proof import effective_roles, mark_unloaded, mismatch
 from sglang_indexcache.serving.proven import ProofHolder
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.probes import SglangSource
 from tests.conftest import TOPK, V4_LAYERS, random_tokens, tiny_engine, tiny_model, tiny_v4_config
@@ -360,7 +360,7 @@ def test_a_switch_that_fails_ends_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flags_that_can_not_be_combined_with_it(
     flag: str, value: Any, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = Preflight(PatternRequest("x", Pattern("FSSF")), SglangSource(Path(), "0.0"))
+    check = Preflight(PatternSpec.read("FSSF"), Asked(), SglangSource(Path(), "0.0"))
     monkeypatch.setattr(check, "family_at", lambda _: DEEPSEEK_V4)
     arguments = SimpleNamespace(model_path="x", **{flag: value})
     if refused:

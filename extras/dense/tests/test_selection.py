@@ -17,9 +17,9 @@ from sglang_indexcache.io.errors import PatternError, PatternFileError
 from sglang_indexcache.io.messages import BEGINS_SHARED
 from sglang_indexcache.pattern import uniform_pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.request import carried, wanted
 from sglang_indexcache.sglang.asked import Asked
-from sglang_indexcache.sglang.requested import CarriedPattern, Request
+from sglang_indexcache.sglang.requested import Request
 from tests.conftest import tiny_dense_config
 
 FILE = pattern_file(Pattern("DSSDSS", DEFAULT), tiny_dense_config())
@@ -157,9 +157,9 @@ def _yaml(content: Any) -> str:
 
 def test_the_selection_travels_with_the_server_arguments(tmp_path: Path) -> None:
     FILE.save(tmp_path / "pattern.yaml")
-    read = PatternRequest.of(Request(asked=Asked(pattern=str(tmp_path / "pattern.yaml"))))
-    carried = CarriedPattern(source=read.source, key=read.pattern.key)
-    assert PatternRequest.of(Request(asked=Asked(), carried=carried)).pattern == Pattern("DSSDSS", DEFAULT)
+    read = wanted(Request(asked=Asked(pattern=str(tmp_path / "pattern.yaml"))))
+    found = wanted(Request(asked=Asked(), carried=carried(read)))
+    assert found is not None and found.known() == Pattern("DSSDSS", DEFAULT)
 
 
 def test_layers_that_select_for_themselves() -> None:

@@ -30,8 +30,8 @@ from sglang_indexcache.families import describe
 from sglang_indexcache.families.deepseek_v4 import DEEPSEEK_V4
 from sglang_indexcache.families.dsa.blocks.selection import WholePlan, blocks_of
 from sglang_indexcache.io.errors import PatternError, ProofError
+from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.serving.preflight import Preflight, PreflightError
-from sglang_indexcache.serving.request import PatternRequest
 from sglang_indexcache.sglang.asked import Asked
 from tests.conftest import TOPK, random_tokens, tiny_config, tiny_model, tiny_v4_config
 from tests.core.test_exact import AnySglang
@@ -185,7 +185,7 @@ def checked(folder: Path, config: dict[str, Any], pattern: Pattern | None, block
     (folder / "config.json").write_text(json.dumps(config))
     plan = None
     if pattern is not None:
-        plan = Preflight(PatternRequest("x", pattern, asked=Asked(allow_unread=True)), AnySglang(Path(), "0.0"))
+        plan = Preflight(PatternSpec("x", letters=pattern), Asked(allow_unread=True), AnySglang(Path(), "0.0"))
     check(plan, SimpleNamespace(**{ATTRIBUTE: blocks, "model_path": str(folder), "device": "cuda", **flags}))
 
 

@@ -20,7 +20,7 @@ from sglang_indexcache.io.refusal import ALLOW_MISMATCH_VARIABLE, PATTERN_VARIAB
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
 from sglang_indexcache.pattern_file.file import split_retention
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
-from sglang_indexcache.serving.request import PatternRequest
+from sglang_indexcache.serving.request import carried, wanted
 from sglang_indexcache.sglang.asked import Asked
 from sglang_indexcache.sglang.requested import Request
 from tests.conftest import tiny_config
@@ -207,12 +207,12 @@ def test_check_says_which_commit_it_read(hub: FakeHub, tmp_path: Path, capsys: p
 def test_an_engine_carries_the_commit(hub: FakeHub) -> None:
     """The main process reads the file once; schedulers get letters, and the name with the commit for their status."""
     request = Request(asked=Asked(pattern=f"{NAME}@1/3"))
-    read = PatternRequest.of(request)
-    assert read.source == f"{PINNED}@1/3"
+    read = wanted(request)
+    assert read is not None and read.text == f"{PINNED}@1/3"
     hub.requests.clear()
     hub.put("org/name", "pattern.yaml", content("FFFSSS", "FFSSSS"), OTHER_COMMIT)
-    carried = PatternRequest.of(replace(request, carried=read.carried))
-    assert carried.source == f"{PINNED}@1/3" and str(carried.pattern) == "FSSFSS" and not hub.requests
+    found = wanted(replace(request, carried=carried(read)))
+    assert found is not None and found.text == f"{PINNED}@1/3" and str(found.known()) == "FSSFSS" and not hub.requests
 
 
 def test_the_launcher_hands_on_the_commit(
