@@ -12,7 +12,6 @@ from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.io.errors import IndexCacheError
 from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern import Pattern
-from sglang_indexcache.pattern_file.file import PatternFile
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.sglang.asked import Asked
 
@@ -59,18 +58,6 @@ class Checked:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     merged: bool = True
     unpacked: Path | None = None
-
-    @property
-    def file(self) -> PatternFile | None:
-        """The pattern's file, if it is of one."""
-        return self.spec.file
-
-    @property
-    def architecture(self) -> str | None:
-        """Architecture of the model, or of the file's; `None` where neither is at hand."""
-        if self.checkpoint is not None:
-            return self.checkpoint.model.architecture
-        return None if self.file is None else self.file.model.architecture
 
 
 class Remarks(ABC):

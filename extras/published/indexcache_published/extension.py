@@ -14,8 +14,10 @@ class Provenance(Remarks):
 
     def on(self, checked: Checked) -> Findings:
         """See `Remarks.on`."""
-        pattern, file, architecture = checked.pattern, checked.file, checked.architecture
-        locked = () if checked.checkpoint is None else checked.checkpoint.locked
+        pattern, file, checkpoint = checked.pattern, checked.spec.file, checked.checkpoint
+        locked = () if checkpoint is None else checkpoint.locked
+        architecture = None if file is None else file.model.architecture
+        architecture = architecture if checkpoint is None else checkpoint.model.architecture
         warnings = warnings_about(pattern, file, architecture, checked.spec.is_uniform, locked)
         return Findings(notes=tuple(provenance(pattern, file, architecture)), warnings=tuple(warnings))
 
