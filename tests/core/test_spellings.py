@@ -22,6 +22,7 @@ from indexcache_launch.rules import (
 )
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.override import (
+    by_key,
     freq_pattern,
     indexer_types,
     meanings,
@@ -44,7 +45,7 @@ def transformers_reads(config: dict[str, Any], num_layers: int) -> Pattern:
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_freq_is_read_as_transformers_reads_it(num_layers: int, freq: int, offset: int) -> None:
     config = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
-    assert read_spelling(config, num_layers).pattern == transformers_reads(config, num_layers)
+    assert read_spelling(config, num_layers) == transformers_reads(config, num_layers)
 
 
 @settings(max_examples=30)
@@ -77,23 +78,18 @@ def test_what_no_configuration_says_is_not_written() -> None:
             write(dense)
 
 
-def test_two_keys_that_contradict_each_other_are_said() -> None:
-    reading = read_spelling({"indexer_types": ["full"] * 4, "index_topk_pattern": "FSFS"}, 4)
-    assert (reading.pattern.roles, reading.key) == ("FFFF", "indexer_types")
-    assert reading.contradictions == ("index_topk_pattern means FSFS, indexer_types FFFF",)
-
-
-def test_freq_4_is_not_the_papers_uniform_and_says_so() -> None:
-    reading = read_spelling({"index_topk_freq": 4}, 10)
-    assert reading.pattern.roles == "FFSSSFSSSF"
-    assert reading.key == "index_topk_freq"
-    assert reading.notes == ("index_topk_freq=4 is FFSSSFSSSF, not the paper's uniform FSSSFSSSFS",)
+def test_of_two_keys_that_contradict_each_other_the_first_wins() -> None:
+    keys = {"index_topk_pattern": "FSFS", "indexer_types": ["full"] * 4}
+    assert read_spelling(keys, 4).roles == "FFFF"
+    assert {key: pattern.roles for key, pattern in by_key(keys, 4).items()} == {
+        "indexer_types": "FFFF",
+        "index_topk_pattern": "FSFS",
+    }
 
 
 def test_freq_with_offset_1_is_the_papers_uniform() -> None:
     assert freq_pattern(10, 4, 1) == Pattern.uniform(10, 4)
-    reading = read_spelling({"index_topk_freq": 4, "index_skip_topk_offset": 1}, 10)
-    assert reading.notes == ()
+    assert read_spelling({"index_topk_freq": 4}, 10).roles == "FFSSSFSSSF"
 
 
 def test_glm_5_2_native_schedule() -> None:
@@ -124,8 +120,7 @@ def test_what_nobody_means_is_refused(config: dict[str, Any], message: str) -> N
 
 
 def test_nothing_declared_means_all_full() -> None:
-    reading = read_spelling({"index_topk_freq": None, "indexer_types": None}, 3)
-    assert (reading.pattern.roles, reading.key, reading.notes) == ("FFF", None, ())
+    assert read_spelling({"index_topk_freq": None, "indexer_types": None}, 3).roles == "FFF"
 
 
 def test_indexer_types() -> None:

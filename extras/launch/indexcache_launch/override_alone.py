@@ -20,9 +20,9 @@ from sglang_indexcache.families.dsa.override import (
     OFFSET_KEY,
     SHARING_KEYS,
     TYPES_KEY,
+    by_key,
     indexer_types,
     meanings,
-    read_spelling,
 )
 from sglang_indexcache.families.dsa.sglang import DsaSglang, by_configuration
 from sglang_indexcache.io.errors import IndexCacheError, SpellingError
@@ -105,7 +105,7 @@ def alone(checkpoint: Checkpoint, overrides: Mapping[str, Any], unpacked: Path |
         means = _meant(overrides, checkpoint)
         adapter.checkpoint.check_overrides(overrides)
         problems += [str(error) for error in checkpoint.misfits(means)]
-        notes += read_spelling(overrides, len(means)).notes if set(overrides) & {FREQ_KEY} else ()
+        notes += unlike_uniform(overrides, len(means))
     except IndexCacheError as error:
         text = str(error)
         problems.append(text if text.startswith(FLAG) else f"{FLAG}: {text}")
@@ -137,8 +137,24 @@ def contradictions(checkpoint: Checkpoint) -> list[str]:
     """Return a line for each sharing key of a config.json that contradicts another: versions of SGLang take either."""
     if by_configuration(checkpoint.family.sglang) is None or not says_roles(checkpoint.config):
         return []
-    found = read_spelling(checkpoint.config, checkpoint.model.num_layers).contradictions
+    found = contradicting(checkpoint.config, checkpoint.model.num_layers)
     return [f"config.json: {line}; without the launcher, versions of SGLang take one or the other" for line in found]
+
+
+def contradicting(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return a line for each sharing key of `config` that means something else than the winning one."""
+    (winner, pattern), *others = by_key(config, num_layers).items() or [("", None)]
+    return [f"{key} means {other}, {winner} {pattern}" for key, other in others if other != pattern]
+
+
+def unlike_uniform(overrides: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Return a line for a freq that wins, and is not the paper's uniform interleaving."""
+    winner, pattern = next(iter(by_key(overrides, num_layers).items()))
+    freq = overrides.get(FREQ_KEY)
+    if winner != FREQ_KEY or not isinstance(freq, int) or freq < 2:
+        return []
+    uniform = Pattern.uniform(num_layers, freq)
+    return [] if pattern == uniform else [f"{FREQ_KEY}={freq} is {pattern}, not the paper's uniform {uniform}"]
 
 
 def in_launch_line(

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from extras.launch.tests.override_spellings import LAYERS, V32, VERSIONS, case, slow
+from indexcache_launch.override_alone import contradicting, unlike_uniform
 from indexcache_launch.reading import READ_VERSIONS, merged, of_version
 from indexcache_launch.rules import GLM, HY_V4, SGLANG_HY_V4_RULES, SGLANG_RULES, Rule, read
 
@@ -119,3 +120,18 @@ def test_what_a_pasted_flag_runs(
     found = of_version((read(rule, architecture, GLM_5, overrides) for rule in rules_of(architecture)), version)
     assert found is not None and found.roles == roles
     assert line in found.line
+
+
+def test_two_keys_that_contradict_each_other_are_said() -> None:
+    keys = {"indexer_types": ["full"] * 4, "index_topk_pattern": "FSFS"}
+    assert contradicting(keys, 4) == ["index_topk_pattern means FSFS, indexer_types FFFF"]
+    assert contradicting({**keys, "index_topk_pattern": "FFFF"}, 4) == contradicting({}, 4) == []
+
+
+def test_freq_4_is_not_the_papers_uniform_and_says_so() -> None:
+    assert unlike_uniform({"index_topk_freq": 4}, 10) == [
+        "index_topk_freq=4 is FFSSSFSSSF, not the paper's uniform FSSSFSSSFS"
+    ]
+    assert unlike_uniform({"index_topk_freq": 4, "index_skip_topk_offset": 1}, 10) == []
+    assert unlike_uniform({"index_topk_freq": 1}, 10) == []
+    assert unlike_uniform({"index_topk_freq": 4, "index_topk_pattern": "FFSSSFSSSF"}, 10) == []

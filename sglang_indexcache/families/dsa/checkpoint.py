@@ -64,7 +64,7 @@ class DsaCheckpoint(CheckpointReader):
         Raises:
             SpellingError: if its sharing keys can't be read.
         """
-        return read_spelling(config, num_layers).pattern
+        return read_spelling(config, num_layers)
 
 
 def _check_layer_types(config: Mapping[str, Any], name: str) -> None:

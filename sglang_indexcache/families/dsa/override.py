@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sglang_indexcache.io.errors import PatternError, SpellingError
@@ -31,23 +30,6 @@ _NO_SPELLING = "has no spelling in any engine"
 _TYPE_NAMES = {FULL: "full", SHARED: "shared"}
 
 
-@dataclass(frozen=True)
-class SpelledPattern:
-    """A pattern that a configuration declares.
-
-    Attributes:
-        pattern: the declared pattern.
-        key: the key that decided, or `None` if nothing is declared and every layer is `F`.
-        contradictions: a line for each other key that means something else.
-        notes: facts that a person should know: a freq that is not the paper's uniform.
-    """
-
-    pattern: Pattern
-    key: str | None
-    contradictions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def freq_pattern(num_layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Pattern:
     """Return the schedule of `index_topk_freq`: layer l is `F` if max(l - offset + 1, 0) is a multiple of `freq`.
 
@@ -61,27 +43,18 @@ def freq_pattern(num_layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Pa
     return Pattern("".join(FULL if max(layer - offset + 1, 0) % freq == 0 else SHARED for layer in layers))
 
 
-def read_spelling(config: Mapping[str, Any], num_layers: int) -> SpelledPattern:
-    """Read the pattern that `config` (a config.json, or overrides) declares.
+def read_spelling(config: Mapping[str, Any], num_layers: int) -> Pattern:
+    """Read the pattern that `config` (a config.json, or overrides) declares; all `F` if it declares none.
 
     Engines are lenient: a pattern that is too short leaves the tail `F`, other letters count as `F`. Here both are
     errors, since nobody means them. A pattern that is longer by no more than the NextN layers is cut.
 
     Raises:
-        SpellingError: if the winning key has a wrong length, letter or type.
+        SpellingError: if a sharing key has a wrong length, letter or type.
     """
     if (config.get(CLI_KEY) or 1) != 1:
         raise SpellingError(f"{CLI_KEY} is {config[CLI_KEY]}: LongCat's sharing is trained in and wins over patterns")
-    found = _by_key(config, num_layers)
-    if not found:
-        return SpelledPattern(Pattern.full(num_layers), None)
-    (winner, pattern), *others = found.items()
-    contradictions = [f"{key} means {other}, {winner} {pattern}" for key, other in others if other != pattern]
-    notes = []
-    if winner == FREQ_KEY and config[FREQ_KEY] > 1 and pattern != Pattern.uniform(num_layers, config[FREQ_KEY]):
-        uniform = Pattern.uniform(num_layers, config[FREQ_KEY])
-        notes.append(f"{FREQ_KEY}={config[FREQ_KEY]} is {pattern}, not the paper's uniform {uniform}")
-    return SpelledPattern(pattern, winner, tuple(contradictions), tuple(notes))
+    return next(iter(by_key(config, num_layers).values()), Pattern.full(num_layers))
 
 
 def meanings(overrides: Mapping[str, Any], num_layers: int) -> dict[str, Pattern]:
@@ -102,11 +75,17 @@ def meanings(overrides: Mapping[str, Any], num_layers: int) -> dict[str, Pattern
             )
     if overrides.get(OFFSET_KEY) is not None and overrides.get(FREQ_KEY) is None:
         raise SpellingError(f"{OFFSET_KEY} says nothing without {FREQ_KEY}; expected both or none")
-    return _by_key(overrides, num_layers)
+    return by_key(overrides, num_layers)
 
 
-def _by_key(config: Mapping[str, Any], num_layers: int) -> dict[str, Pattern]:
-    """Read the sharing keys that are given; a freq of 1 beside another key is left out, since it says nothing."""
+def by_key(config: Mapping[str, Any], num_layers: int) -> dict[str, Pattern]:
+    """Read the sharing keys that are given, the winning one first.
+
+    A freq of 1 beside another key is left out, since it says nothing.
+
+    Raises:
+        SpellingError: as `read_spelling`.
+    """
     given = [key for key in (TYPES_KEY, PATTERN_KEY, FREQ_KEY) if config.get(key) is not None]
     if len(given) > 1 and config.get(FREQ_KEY) == 1:
         given.remove(FREQ_KEY)
