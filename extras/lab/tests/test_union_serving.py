@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from indexcache_lab.kernels.union_attention import Unions, hopper, serving
-from indexcache_lab.kernels.union_attention.serving import Pace, Sizes, UnionAttention, pays
+from indexcache_lab.kernels.union_attention.serving import Pace, Served, Sizes, UnionAttention, pays
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
-from sglang_indexcache.families.dsa.blocks import grouped
-from sglang_indexcache.families.dsa.exact import ExactAttention, Served
+from sglang_indexcache.families.dsa.exact import ExactAttention
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.extensions import extensions
 from tests.core.test_grouped import KV_DIM, V_DIM, Backend
@@ -121,7 +120,7 @@ def test_unions_of_another_pass_are_never_used(monkeypatch: pytest.MonkeyPatch) 
     backend, same = runner(pattern).attn_backend, batch()
     for number in range(3):
         a_pass(backend, pattern, same, 40, number)
-    monkeypatch.setattr(grouped, "attention_of", Keeps)
+    monkeypatch.setattr("sglang_indexcache.families.dsa.exact.exact_attention", lambda: Keeps)
     faulty = runner(pattern).attn_backend
     a_pass(faulty, pattern, same, 40, 0)
     with pytest.raises(AssertionError):

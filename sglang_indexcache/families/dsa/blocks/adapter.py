@@ -129,11 +129,12 @@ class BlocksAdapter(DsaSglang):
         """
         if self.grouping is not None and ((pattern.indexers and together) or unions):
             from sglang_indexcache.families.dsa.blocks import grouped
+            from sglang_indexcache.families.dsa.exact import exact_attention
 
             backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
             heads = {layer: module.num_local_heads for layer, module in modules.items()}
             if grouped.placed(backend) is None:  # graphs are captured again after an update
-                exact = grouped.exact_on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
+                exact = exact_attention().on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
                 ranks = context_ranks(runner.server_args)
                 grouped.place(backend, pattern, heads if together else {}, ranks, exact)
 
@@ -157,7 +158,7 @@ class BlocksAdapter(DsaSglang):
         from sglang_indexcache.families.dsa.blocks import grouped
 
         found = grouped.placed(_prefill_backend(runner))
-        return () if found is None else tuple(sorted(found.alone))
+        return () if found is None or found.exact is None else tuple(sorted(found.exact.layers))
 
     def exact(self, runner: Any) -> ExactAttention | None:
         """Return what attends over unions in a `ModelRunner`, if anything does."""
