@@ -38,12 +38,7 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
-        """Read a parsed config.json.
-
-        Args:
-            config: its content.
-            name: name of the model, for people.
-            architecture: the one of `keys` that it names.
+        """Read a parsed config.json, which names this one of `keys`; `name` is the model's for people.
 
         Raises:
             ModelConfigError: if a needed key is missing or wrong.
@@ -173,10 +168,7 @@ class SglangAdapter(ABC):
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
         """Yield the attention modules whose indexers are counted in the first passes; none where that can't be done.
 
-        Args:
-            model: a loaded model.
-            pattern: the pattern that it runs.
-            draft: whether it is the draft model, of which no pattern says anything.
+        No pattern says anything of a draft model.
         """
         yield from ()
 

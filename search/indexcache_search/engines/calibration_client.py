@@ -78,8 +78,7 @@ class CalibrationServer:
         """Return the status, if all that was answered since the last `switch` is of its pattern.
 
         Raises:
-            ServerLostError: if the server was restarted since.
-            SearchError: if somebody else switched it since.
+            ServerLostError, SearchError: as `check_undisturbed`.
         """
         ranks = self.control(protocol.STATUS, Rank)
         self.check_undisturbed(ranks)
@@ -141,11 +140,9 @@ class CalibrationServer:
             raise ServerLostError(str(error)) from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
-        """Announce a data set for measuring divergences; return the sequences without a baseline.
+        """Announce a data set, by its digest, for measuring divergences; return the sequences without a baseline.
 
-        Args:
-            data: digest of the data set.
-            ranges: for each sequence, the positions whose next token is scored, the last one excluded.
+        `ranges` are for each sequence the positions whose next token is scored, the last one excluded.
         """
         ranks = self.control(protocol.BASELINE, Rank, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
@@ -187,16 +184,7 @@ class CalibrationServer:
         return answer.overlap, answer.queries
 
     def control(self, action: str, kind: type[OneRank], **body: Any) -> list[OneRank]:
-        """Send a control request, such as one of a `calibration.measure.Measure`.
-
-        Args:
-            action: its name.
-            kind: type of a rank's answer.
-            body: arguments of the action.
-
-        Returns:
-            The answers of all ranks that it is for.
-        """
+        """Send a control request, such as one of a `calibration.measure.Measure`; return what all ranks answer."""
         content: dict[str, Any] = {**body, "dp_rank": self.dp_rank}
         if action != protocol.STATUS:
             self.hold()

@@ -26,13 +26,7 @@ class ExactAttention(ABC):
     @classmethod
     @abstractmethod
     def on(cls, backend: Any, pattern: Pattern, modules: Mapping[int, Any], dtype: torch.dtype) -> Self:
-        """Make it for this rank.
-
-        Args:
-            backend: a `DeepseekSparseAttnBackend`.
-            pattern: the pattern that is served.
-            modules: the attention of each layer that is on this rank.
-            dtype: of the KV cache.
+        """Make it for this rank's `modules`, by layer, on a `DeepseekSparseAttnBackend` with a KV cache of `dtype`.
 
         Raises:
             ProofError: if it can't attend there, or there is no layer for it.

@@ -57,13 +57,7 @@ class BlocksAdapter(DsaSglang):
     def refused_beside(self, pattern: Pattern, shard: bool, arguments: Any) -> dict[str, str]:
         """Return attributes of SGLang's arguments that can't be given beside blocks, or rows that are shared out.
 
-        Args:
-            pattern: the pattern to serve.
-            shard: whether ranks share out rows.
-            arguments: SGLang's server arguments, or a launch line.
-
-        Returns:
-            For each what it can't be combined with, and why.
+        Each has what it can't be combined with, and why. `arguments` are SGLang's, or a launch line.
         """
         refused, context = {}, ("enable_prefill_cp", "attn_cp_size")
         if pattern.indexers:
@@ -118,11 +112,8 @@ class BlocksAdapter(DsaSglang):
     def group(self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False) -> None:
         """Change how prompts attend in a `ModelRunner`; after `captured`.
 
-        Args:
-            runner: a `ModelRunner`.
-            pattern: the pattern that is served.
-            together: attend from the queries of blocks together, where that can be done.
-            unions: attend over unions of the selections of queries that are in no blocks.
+        With `together` from the queries of blocks together, where that can be done; with `unions` over unions of the
+        selections of queries that are in no blocks.
 
         Raises:
             ProofError: if what it would call is not what was read, or can't attend over unions here.
@@ -150,11 +141,7 @@ class BlocksAdapter(DsaSglang):
         return () if found is None else tuple(sorted(found.selecting))
 
     def united(self, runner: Any) -> tuple[int, ...]:
-        """Likewise, in which of its layers prompts attend over unions of selections.
-
-        Raises:
-            ProofError: as `grouped`.
-        """
+        """Likewise, in which of its layers prompts attend over unions of selections."""
         from sglang_indexcache.families.dsa.blocks import grouped
 
         found = grouped.placed(_prefill_backend(runner))

@@ -192,11 +192,7 @@ def flash_mla_on(device: torch.device) -> Attend | None:
 
 
 class FlashMLA:
-    """FlashMLA's sparse prefill, for queries of any number of heads.
-
-    Args:
-        kernel: SGLang's `flash_mla_sparse_fwd`.
-    """
+    """FlashMLA's sparse prefill (SGLang's `flash_mla_sparse_fwd`), for queries of any number of heads."""
 
     def __init__(self, kernel: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
         self._kernel = kernel
