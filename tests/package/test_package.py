@@ -118,6 +118,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
         ("extras/harness/indexcache_harness", ["harness"]),
         ("extras/lab/indexcache_lab", ["lab"]),
         ("extras/minimax/indexcache_minimax", ["minimax"]),
+        ("extras/overlap/indexcache_overlap", ["overlap"]),
         ("extras/train/indexcache_train", ["train"]),
         ("extras/watch/indexcache_watch", ["watch"]),
     ],
