@@ -16,7 +16,7 @@ from sglang_indexcache.sglang.meaning import INTERLEAVE, context_ranks
 from sglang_indexcache.sglang.probes import Feature
 
 if TYPE_CHECKING:
-    from sglang_indexcache.families.dsa.exact import ExactAttention
+    from sglang_indexcache.families.dsa.blocks.grouped import GroupedAttention
 
 _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
@@ -109,50 +109,30 @@ class BlocksAdapter(DsaSglang):
                     f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
                 )
 
-    def group(self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False) -> None:
-        """Change how prompts attend in a `ModelRunner`; after `captured`.
+    def group(
+        self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False
+    ) -> GroupedAttention | None:
+        """Change how prompts attend in a `ModelRunner`, after `captured`, and return what attends, if anything does.
 
         With `together` from the queries of blocks together, where that can be done; with `unions` over unions of the
         selections of queries that are in no blocks.
 
         Raises:
-            ProofError: if what it would call is not what was read, or can't attend over unions here.
+            ProofError: if what it would call is not what was read, something else has replaced a part of it, or it
+                can't attend over unions here.
         """
-        if self.grouping is not None and ((pattern.indexers and together) or unions):
-            from sglang_indexcache.families.dsa.blocks import grouped
-            from sglang_indexcache.families.dsa.exact import exact_attention
-
-            backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
-            heads = {layer: module.num_local_heads for layer, module in modules.items()}
-            if grouped.placed(backend) is None:  # graphs are captured again after an update
-                exact = exact_attention().on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
-                ranks = context_ranks(runner.server_args)
-                grouped.place(backend, pattern, heads if together else {}, ranks, exact)
-
-    def grouped(self, runner: Any) -> tuple[int, ...]:
-        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
-
-        Raises:
-            ProofError: if something else has replaced a part of it.
-        """
+        if self.grouping is None or not ((pattern.indexers and together) or unions):
+            return None
         from sglang_indexcache.families.dsa.blocks import grouped
+        from sglang_indexcache.families.dsa.exact import exact_attention
 
-        found = grouped.placed(_prefill_backend(runner))
-        return () if found is None else tuple(sorted(found.selecting))
-
-    def united(self, runner: Any) -> tuple[int, ...]:
-        """Likewise, in which of its layers prompts attend over unions of selections."""
-        from sglang_indexcache.families.dsa.blocks import grouped
-
-        found = grouped.placed(_prefill_backend(runner))
-        return () if found is None or found.exact is None else tuple(sorted(found.exact.layers))
-
-    def exact(self, runner: Any) -> ExactAttention | None:
-        """Return what attends over unions in a `ModelRunner`, if anything does."""
-        from sglang_indexcache.families.dsa.blocks import grouped
-
-        found = grouped.placed(_prefill_backend(runner))
-        return None if found is None else found.exact
+        backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
+        found = grouped.placed(backend)
+        if found is None:  # else graphs are captured again after an update
+            exact = exact_attention().on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
+            heads = {layer: module.num_local_heads for layer, module in modules.items() if together}
+            found = grouped.place(backend, pattern, heads, context_ranks(runner.server_args), exact)
+        return found
 
     def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int], Mapping[int, int]]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.

@@ -124,7 +124,7 @@ class GroupedAttention:
 
 def place(
     backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1, exact: ExactAttention | None = None
-) -> None:
+) -> GroupedAttention | None:
     """Group the queries of blocks in the attention of a backend, once, where that can be done.
 
     Args:
@@ -142,14 +142,15 @@ def place(
     every = selecting_in_blocks(pattern)
     selecting = {layer: found for layer, found in every.items() if layer in padded and found in together}
     if getattr(backend, "dsa_prefill_impl", None) not in GROUPED or placed(backend) is not None:
-        return
+        return None
     device = torch.device(backend.device)
     attend: Attend | None = naive.attend
     if selecting and device.type != "cpu":
         attend = flash_mla_on(device)
         selecting = {} if attend is None else selecting
-    if selecting or exact is not None:
-        GroupedAttention(backend, selecting, attend or naive.attend, exact)
+    if not selecting and exact is None:
+        return None
+    return GroupedAttention(backend, selecting, attend or naive.attend, exact)
 
 
 def placed(backend: Any) -> GroupedAttention | None:
