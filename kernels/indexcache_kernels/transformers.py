@@ -1,4 +1,4 @@
-"""transformers' DSA models on these kernels: no `[queries, keys]` tensor at all, in inference and in training.
+"""transformers' DSA models on these kernels: no `[queries, keys]` tensor at all.
 
 Three things change while it lasts. The mask is each query's range of keys. The indexer selects with `indexer_topk`.
 Keys stay latent, and the attention over the selected ones is absorbed MLA: `q . (W k) = (W^T q) . k`, so that all heads
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from indexcache_kernels.sparse_attention import sparse_attention
 
 NAME = "indexcache_kernels"  # among transformers' attention implementations
 TESTED = "5.17 to 5.24"  # versions of transformers; pyproject.toml allows no others
+Attend = Callable[[Tensor, Tensor, int, Tensor, float], tuple[Tensor, Tensor]]
+"""`sparse_attention`, or what does the same, for absorbed queries and latent keys."""
 ROWS = 8192  # queries whose absorbed copies exist at a time: 0.6 GB for 64 heads in bfloat16
+_ATTEND = "indexcache_attend"  # what an attention module attends by
 _NOT_OF_RANGES = {"allow_is_causal_skip", "config", "dtype", "use_vmap"}  # how transformers makes a tensor of a mask
 INDEXER_ROPES = {  # by model type; V3.2 rotates halves of an index vector, GLM-5 pairs
     "deepseek_v32": modeling_deepseek_v32.apply_rotary_pos_emb,
@@ -53,7 +57,9 @@ def check_transformers() -> None:
 
 
 @contextmanager
-def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
+def use_kernels(
+    model: nn.Module, backend: Backend = "auto", attend: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
+) -> Iterator[None]:
     """Run a transformers DSA model on the kernels inside the `with` block; leave it as it was afterwards.
 
     What is computed is the same but for rounding. Of equal index scores the lowest keys are selected, and queries that
@@ -64,6 +70,7 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
         model: a `DeepseekV32ForCausalLM` or `GlmMoeDsaForCausalLM`, on one device. Key/value caches are not
             exchangeable with those of the untouched model.
         backend: see `indexcache_kernels.indexer_topk`.
+        attend: `sparse_attention`, or one with gradients on every backend, for training.
 
     Raises:
         KernelInputError: if the model is another one, its projections are quantised, or transformers calls its parts
@@ -88,7 +95,7 @@ def use_kernels(model: nn.Module, backend: Backend = "auto") -> Iterator[None]:
             raise KernelInputError(f"kv_b_proj is {weight.dtype}, expected float32, bfloat16 or float16")
     changes: list[tuple[Any, str, Any]] = []
     for attention in attentions:
-        changes += [(attention, "expand_kv", keep_latent), (attention, "indexcache_backend", backend)]
+        changes += [(attention, "expand_kv", keep_latent), (attention, _ATTEND, partial(attend, backend=backend))]
         if attention.indexer is not None:
             changes.append((attention.indexer, "forward", _indexer_forward(attention.indexer, rope, backend)))
     before = config._attn_implementation
@@ -232,7 +239,7 @@ def _attend(
     """Attend as an attention function of transformers; see `attend_latent`."""
     if dropout:
         raise KernelInputError(f"attention dropout is {dropout}, expected 0")
-    return attend_latent(module, query, key, indices, scaling, module.indexcache_backend), None
+    return attend_latent(module, query, key, indices, scaling, getattr(module, _ATTEND)), None
 
 
 def attend_latent(
@@ -241,8 +248,7 @@ def attend_latent(
     key: Tensor,
     indices: Tensor,
     scaling: float,
-    backend: Backend,
-    observe: Callable[[slice, Tensor, Tensor, Tensor, Tensor], None] | None = None,
+    attend: Attend,
 ) -> Tensor:
     """Attend to selected keys by absorbed MLA, a block of queries at a time.
 
@@ -252,10 +258,8 @@ def attend_latent(
         key: `[batch, 1, keys, latent + rope]`, of `keep_latent`.
         indices: `[batch, queries, k]`, -1 for none.
         scaling: what products of queries and keys are multiplied by.
-        backend: see `indexcache_kernels.sparse_attention`.
-        observe: called for each block with its slice of all queries, absorbed queries `[rows, heads, dim]`, all
-            keys `[batch x keys, 1, dim]`, logarithms of the denominators `[rows, heads]`, and rows of those keys
-            `[rows, k]`.
+        attend: called for each block with absorbed queries `[rows, heads, dim]`, all keys `[batch x keys, 1, dim]`,
+            the dimensions of a value, rows of those keys `[rows, k]`, and `scaling`.
 
     Returns:
         `[batch, queries, heads, value]`.
@@ -269,10 +273,7 @@ def attend_latent(
     for rows, taken in zip(torch.split(queries, ROWS), torch.split(chosen, ROWS), strict=True):
         absorbed = absorb(rows, w_k, nope)
         with torch.autocast(query.device.type, enabled=False):
-            latent, lse = sparse_attention(absorbed, keys, module.kv_lora_rank, taken, scaling, backend)
-            if observe is not None:
-                start = len(parts) * ROWS
-                observe(slice(start, start + len(rows)), absorbed, keys, lse, taken)
+            latent, _ = attend(absorbed, keys, module.kv_lora_rank, taken, scaling)
         parts.append(torch.einsum("thc,hdc->thd", latent, w_v))
     return torch.cat(parts).view(*indices.shape[:2], module.num_heads, module.v_head_dim)
 

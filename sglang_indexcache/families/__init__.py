@@ -70,11 +70,7 @@ def family_of_modules(model: object) -> Family:
 
 
 def describe(config: Mapping[str, Any], name: str) -> ModelLayers:
-    """Describe a model's layers from a parsed config.json.
-
-    Args:
-        config: its content.
-        name: name of the model, for people.
+    """Describe a model's layers from a parsed config.json; `name` is the model's for people.
 
     Raises:
         ModelConfigError: if its architecture is of no family, or a needed key is missing or wrong.

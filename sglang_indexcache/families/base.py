@@ -38,12 +38,7 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def describe(self, config: Mapping[str, Any], name: str, architecture: str) -> ModelLayers:
-        """Read a parsed config.json.
-
-        Args:
-            config: its content.
-            name: name of the model, for people.
-            architecture: the one of `keys` that it names.
+        """Read a parsed config.json, which names this one of `keys`; `name` is the model's for people.
 
         Raises:
             ModelConfigError: if a needed key is missing or wrong.
@@ -98,7 +93,7 @@ class SglangAdapter(ABC):
         place: what messages call a site: a `layer`, or a `letter` where the model numbers its layers otherwise.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
-        shows_indices: whether SGLang hands what each layer selects to its capturer, so that overlap can be measured.
+        shows_indices: whether SGLang hands what each layer selects to its capturer, so that measures see it.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         prompt_graphs_since: the first SGLang that captures graphs of prompts unasked; `None` if none does.
         fp8_on_blackwell: whether SGLang keeps the cache in fp8 on Blackwell GPUs unasked.
@@ -173,10 +168,7 @@ class SglangAdapter(ABC):
     def attentions(self, model: Any, pattern: Pattern, draft: bool) -> Iterator[CountedAttention]:
         """Yield the attention modules whose indexers are counted in the first passes; none where that can't be done.
 
-        Args:
-            model: a loaded model.
-            pattern: the pattern that it runs.
-            draft: whether it is the draft model, of which no pattern says anything.
+        No pattern says anything of a draft model.
         """
         yield from ()
 

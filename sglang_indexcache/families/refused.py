@@ -59,9 +59,7 @@ def renamed(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def refusal(config: Mapping[str, Any], architecture: str) -> str | None:
     """Return why no pattern is for a model; `None` if its architecture is not known, or is one of a family.
 
-    Args:
-        config: content of its config.json.
-        architecture: the first of its `architectures`, which is the one that SGLang goes by.
+    SGLang goes by the first of its `architectures`.
     """
     meant, inner = _meant(config), config.get("text_config")
     within = _meant(inner) if isinstance(inner, Mapping) else None

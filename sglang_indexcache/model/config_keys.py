@@ -65,10 +65,6 @@ class ConfigKeys:
         No code of this architecture reads a key that is on no list, so it may stand there. If its name is about
         attention or its inputs, it must be switched off.
 
-        Args:
-            config: content of a config.json.
-            name: name of the model, for people.
-
         Raises:
             ModelConfigError: naming a key that has a value of another kind, or would make attention something else than
                 what patterns were made for.

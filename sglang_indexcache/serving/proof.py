@@ -267,18 +267,18 @@ def check_captured(plan: EnginePlan, runner: Any) -> None:
     try:
         plan.family.sglang.captured(runner, plan.pattern)
         if blocks is not None:
-            blocks.group(runner, plan.pattern, together=not plan.asked.ungrouped, unions=plan.asked.unions)
-            grouped = blocks.grouped(runner)
-            plan.proven.exact = blocks.exact(runner)
-            united = blocks.united(runner)
+            found = blocks.group(runner, plan.pattern, together=not plan.asked.ungrouped, unions=plan.asked.unions)
+            grouped = () if found is None else tuple(found.selecting)
+            plan.proven.exact = None if found is None else found.exact
+            united = () if plan.proven.exact is None else tuple(plan.proven.exact.layers)
     except Exception as error:
         problem = _line(error)
     if not plan.proven.graphs_captured:  # graphs are captured again after an update, where pipeline stages don't meet
         plan.proven.graphs_captured = True
         problem = first_problem(problem)
-        found = ranks.all_ranks((grouped, united))
-        plan.proven.grouped_layers = sorted({layer for layers, _ in found for layer in layers})
-        plan.proven.united_layers = sorted({layer for _, layers in found for layer in layers})
+        every = ranks.all_ranks((grouped, united))
+        plan.proven.grouped_layers = sorted({layer for layers, _ in every for layer in layers})
+        plan.proven.united_layers = sorted({layer for _, layers in every for layer in layers})
     if problem is not None:
         raise ProofError(problem)
 

@@ -64,6 +64,11 @@ class Backend:
         return weights.nan_to_num(0.0) @ found[..., :v_head_dim]
 
 
+def grouped_layers(backend: Any) -> tuple[int, ...]:
+    found = grouped.placed(backend)
+    return () if found is None else tuple(sorted(found.selecting))
+
+
 def placed(pattern: Pattern = PATTERN, heads: int = 4, ranks: int = 1, **changes: Any) -> Backend:
     backend = Backend()
     vars(backend).update(changes)
@@ -149,14 +154,10 @@ def test_where_it_stands() -> None:
         (placed(dsa_prefill_impl="flashmla_kv"), ()),
         (placed(dsa_prefill_impl="triton_sparse_mla"), (2,)),
     ):
-        for runner in (
-            SimpleNamespace(attn_backend=backend),
-            SimpleNamespace(attn_backend=SimpleNamespace(prefill_backend=backend)),
-        ):
-            assert DSA.sglang.grouped(runner) == layers
+        assert grouped_layers(backend) == layers
     backend = Backend()
     grouped.place(backend, Pattern.parse("FSFFSS+2q4+3q4"), {4: 8, 5: 8})  # a pipeline stage: indices come from below
-    assert DSA.sglang.grouped(SimpleNamespace(attn_backend=backend)) == (4, 5)
+    assert grouped_layers(backend) == (4, 5)
     once = vars(backend)["forward_extend"]
     grouped.place(backend, PATTERN, {2: 8})
     assert vars(backend)["forward_extend"] is once
@@ -175,10 +176,11 @@ def test_blocks_of_hy_v4_are_attended_from_one_by_one() -> None:
         server_args=SimpleNamespace(),
         kv_cache_dtype=torch.float32,
     )
-    HY_V4.sglang.group(runner, PATTERN)
-    assert HY_V4.sglang.grouped(runner) == () and "forward_extend" not in vars(backend)
-    DSA.sglang.group(runner, PATTERN)
-    assert DSA.sglang.grouped(runner) == (2,)
+    assert HY_V4.sglang.group(runner, PATTERN) is None and "forward_extend" not in vars(backend)
+    found = DSA.sglang.group(runner, PATTERN)
+    assert found is not None and grouped_layers(backend) == (2,)
+    runner.attn_backend = SimpleNamespace(prefill_backend=backend)
+    assert DSA.sglang.group(runner, PATTERN) is found  # captured again
 
 
 def test_errors_of_ours_end_the_process_and_sglangs_pass(capsys: pytest.CaptureFixture[str]) -> None:

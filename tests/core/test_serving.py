@@ -237,8 +237,8 @@ def test_graphs_of_one_rank_that_differ_end_all_of_them(monkeypatch: pytest.Monk
             if here:
                 raise KeyError(here)
 
-        together = {"group": lambda *_, **__: None, "grouped": lambda _: (0, 2), "united": lambda _: (1,)}
-        adapter = SimpleNamespace(captured=captured, exact=lambda _: None, **together)
+        together = SimpleNamespace(selecting={0: 0, 2: 0}, exact=SimpleNamespace(layers=(1,)))
+        adapter = SimpleNamespace(captured=captured, group=lambda *_, own=together, **__: own)
         asked.family = SimpleNamespace(sglang=adapter)
         if here or error:
             with pytest.raises(ProofError, match="rank 0: KeyError: 'gone'" if here else f"rank 1: {error}"):

@@ -20,7 +20,7 @@ _HOMES = {  # the operations of each package
     "indexcache_kernels": ("grouped_attention", "indexer_topk", "prompt_blocks", "sparse_attention"),
     "indexcache_dense.kernels": ("compressed_keys", "page_selection", "rounded_keys"),
     "indexcache_lab.kernels": ("block_attention", "block_scores", "block_swap", "union_attention"),
-    "indexcache_train.kernels": ("indexer_kl",),
+    "indexcache_train.kernels": ("attention_gradients", "indexer_kl"),
 }
 
 if INTERPRETED:

@@ -14,6 +14,7 @@ from torch import Tensor
 from indexcache_kernels import KernelInputError, sparse_attention
 from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_train.kernels import indexer_kl
+from indexcache_train.kernels import sparse_attention as with_gradients
 from indexcache_train.kernels.indexer_kl import naive as naive_kl
 from indexcache_train.kernels.indexer_kl import visible_keys
 from tests.kernels.interpreter import DEVICE, INTERPRETED, KERNELS, poisoned
@@ -36,7 +37,7 @@ def test_what_has_an_order_repeats_bit_for_bit() -> None:
     q.requires_grad_()
 
     def run() -> list[Tensor]:
-        out, lse = sparse_attention(q, k, 512, indices, 0.05, backend="triton")
+        out, lse = with_gradients(q, k, 512, indices, 0.05, backend="triton")
         _, loss = indexer_kl(q, k, lse, 0.05, index_q, index_k, weights, indices=indices)
         return [out, lse, torch.autograd.grad(out.float().sum(), q)[0], loss]
 
@@ -78,7 +79,10 @@ def test_sparse_attention_attends_to_the_selected_keys(
     indices = torch.stack([torch.nn.functional.pad(item, (0, topk - len(item)), value=-1) for item in chosen])
     indices = indices.int().to(DEVICE)
     indices[-1, topk // 2 :] = -1
-    out, lse = sparse_attention(q, k, v_dim if in_keys else v, indices, dim**-0.5, backend="triton")
+    out, lse = with_gradients(q, k, v_dim if in_keys else v, indices, dim**-0.5, backend="triton")
+    with torch.no_grad():
+        alone = sparse_attention(q, k, v_dim if in_keys else v, indices, dim**-0.5, backend="triton")
+    assert torch.equal(alone[0], out) and torch.equal(alone[1], lse)
     exact = [item.detach().double().requires_grad_() for item in (q, k, v)]
     if in_keys:
         exact[2] = exact[1]
@@ -95,7 +99,7 @@ def test_sparse_attention_attends_to_the_selected_keys(
         assert relative_rms(gradient, expected) < bound
     if tokens > 1:
         indices[:] = -1
-        assert (sparse_attention(q, k, v, indices, 1.0, backend="triton")[0] == 0).all()
+        assert (with_gradients(q, k, v, indices, 1.0, backend="triton")[0] == 0).all()
 
 
 def test_the_definition_attends_to_gathered_keys() -> None:
@@ -133,6 +137,20 @@ def test_sparse_attention_says_what_does_not_fit() -> None:
         sparse_attention(q[:, :2], k, k, indices.long(), 1.0)
 
 
+@pytest.mark.parametrize("of", range(3), ids="qkv")
+def test_no_kernel_runs_where_a_gradient_is_needed(of: int) -> None:
+    q, indices = torch.zeros(2, 4, 16, device=DEVICE), torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    given = [q, torch.zeros(5, 2, 16, device=DEVICE), torch.zeros(5, 2, 24, device=DEVICE)]
+    given[of].requires_grad_()
+    line = r"^q, k or v needs a gradient, and triton has none here; expected torch\.no_grad\(\), backend naive, or .*$"
+    with pytest.raises(KernelInputError, match=line):
+        sparse_attention(*given, indices, 1.0, backend="triton")  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert not sparse_attention(*given, indices, 1.0, backend="triton")[0].requires_grad  # type: ignore[arg-type]
+    out, _ = sparse_attention(*given, indices, 1.0, backend="naive")  # type: ignore[arg-type]
+    assert torch.autograd.grad(out.sum(), given[of])[0].shape == given[of].shape
+
+
 def test_what_flash_mla_gives_is_finished() -> None:
     out, lse = torch.randn(3, 6, 32, device=DEVICE).bfloat16(), torch.randn(3, 6, device=DEVICE)
     indices = torch.tensor([[-1, -1, 4], [-1, -1, -1], [0, -1, 2]], dtype=torch.int32, device=DEVICE)
@@ -159,7 +177,7 @@ def test_flash_mla_is_the_same_attention(heads: int) -> None:
     found, gradients = [], []
     for backend in ("flash_mla", "triton"):
         leaves = [item.clone().requires_grad_() for item in (q, k)]
-        out, lse = sparse_attention(*leaves, 512, indices, 0.04, backend=backend)  # type: ignore[arg-type]
+        out, lse = with_gradients(*leaves, 512, indices, 0.04, backend=backend)  # type: ignore[arg-type]
         found.append((out, lse))
         gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
     assert (found[0][0][2] == 0).all() and (found[0][1][2] == -torch.inf).all()
@@ -227,8 +245,9 @@ from indexcache_kernels.indexer_topk.splits import merge_kernel, sample_kernel
 from indexcache_kernels.indexer_topk.triton import _stream_kernel
 from indexcache_train.kernels.indexer_kl import triton as indexer_kl
 from indexcache_dense.kernels.rounded_keys import triton as rounded_keys
-from indexcache_kernels.sparse_attention.hopper_kernel import backward_kernel
-from indexcache_kernels.sparse_attention.triton import _backward_kernel, _forward_kernel
+from indexcache_train.kernels.attention_gradients.hopper_kernel import backward_kernel
+from indexcache_train.kernels.attention_gradients.triton import _backward_kernel
+from indexcache_kernels.sparse_attention.triton import _forward_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 def build(kernel, types, constants, source=ASTSource, aligned=(), **options):

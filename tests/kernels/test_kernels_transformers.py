@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from indexcache_kernels import KernelInputError
 from indexcache_kernels.transformers import use_kernels
 from indexcache_search.hf.roles import apply_roles
+from indexcache_train.kernels import sparse_attention
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.transformers import attentions as dsa_attentions
 from tests.conftest import LAYERS, TOPK, VOCAB, tiny_config, tiny_model
@@ -84,7 +85,7 @@ def test_gradients(config: dict[str, Any], checkpointing: bool) -> None:
     for kernels in (False, True):
         model.zero_grad()
         if kernels:
-            with use_kernels(model):
+            with use_kernels(model, attend=sparse_attention):
                 loss = model(given, labels=given, use_cache=False).loss
                 loss.backward()
         else:

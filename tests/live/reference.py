@@ -22,8 +22,7 @@ from transformers.models.hy_v4 import modeling_hy_v4
 
 from dsa_cpu_platform.recorder import Run, indexers
 from indexcache_kernels.transformers import INDEXER_ROPES, index_vectors
-from indexcache_search.hf import causal_indexer
-from indexcache_search.hf import indexers as indexers_in_blocks
+from indexcache_search.hf import indexers as search_indexers
 from indexcache_search.hf.roles import apply_roles
 from scripts.tools.inprocess import Served
 from sglang_indexcache import Pattern
@@ -58,7 +57,7 @@ def load_reference(model: Path) -> Any:
     """
     modeling_hy_v4.apply_rotary_pos_emb = apply_rotary_pos_emb_interleave
     INDEXER_ROPES["hy_v4"] = apply_rotary_pos_emb_interleave
-    indexers_in_blocks.index_vectors = causal_indexer.index_vectors = rotated_first
+    search_indexers.index_vectors = rotated_first
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from indexcache_search.hf import causal_indexer
+from indexcache_search.hf import indexers
 from indexcache_search.hf.roles import apply_roles
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa.transformers import attentions
@@ -23,7 +23,7 @@ FULL = Pattern.full(LAYERS)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_indexer, "QUERIES", QUERIES)
+    monkeypatch.setattr(indexers, "QUERIES", QUERIES)
 
 
 def tokens_of(length: int, rows: int = 2) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from indexcache_lab.offload.counted import misses, misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses
 from indexcache_lab.offload.selections import MISSES, Selections
+from indexcache_overlap.measure import Overlap
 from indexcache_search.engines import sglang
 from indexcache_search.engines.calibration_client import ServerLostError
 from indexcache_search.engines.sglang import SglangEngine
@@ -24,7 +25,6 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.measure import Measure
-from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import Measured
 from sglang_indexcache.families.dsa import DSA

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from indexcache_lab.kernels.union_attention import Unions, hopper, serving
-from indexcache_lab.kernels.union_attention.serving import Pace, Sizes, UnionAttention, pays
+from indexcache_lab.kernels.union_attention.serving import Pace, Served, Sizes, UnionAttention, pays
 from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks import grouped
-from sglang_indexcache.families.dsa.exact import ExactAttention, Served
+from sglang_indexcache.families.dsa.exact import ExactAttention
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.extensions import extensions
-from tests.core.test_grouped import KV_DIM, V_DIM, Backend
+from tests.core.test_grouped import KV_DIM, V_DIM, Backend, grouped_layers
 from tests.core.test_grouped import attend as attend_in_blocks
 from tests.core.test_grouped import select as select_in_blocks
 from tests.served import UNFUSED, sglang_modules
@@ -48,6 +48,12 @@ def runner(pattern: Pattern, *, heads: int = HEADS, group: dict[str, bool] | Non
         patch.setattr(type(DSA.sglang), "modules", lambda _, model: iter(model))
         DSA.sglang.group(found, pattern, unions=True, **(group or {}))
     return found
+
+
+def exact_on(found: Any) -> Any:
+    placed = grouped.placed(found.attn_backend)
+    assert placed is not None
+    return placed.exact
 
 
 def table(rows: int, seed: int, empty: int = 0) -> Tensor:
@@ -92,8 +98,8 @@ def test_prompts_attend_as_before(letters: str) -> None:
     for number, (rows, empty) in enumerate(((64, 0), (61, 0), (9, 0), (50, 11), (1, 0))):
         a_pass(backend, pattern, batch(), rows, number, empty)
     assert backend.rows == []
-    assert DSA.sglang.united(found) == (0, 1, 2, 3, 4, 5) and DSA.sglang.grouped(found) == ()
-    assert DSA.sglang.exact(found).passes == {"unions": 5 * letters.count("F"), "sglang": 0}
+    assert sorted(exact_on(found).layers) == [0, 1, 2, 3, 4, 5] and grouped_layers(backend) == ()
+    assert exact_on(found).passes == {"unions": 5 * letters.count("F"), "sglang": 0}
 
 
 def test_selections_are_united_once_for_all_layers_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +127,7 @@ def test_unions_of_another_pass_are_never_used(monkeypatch: pytest.MonkeyPatch) 
     backend, same = runner(pattern).attn_backend, batch()
     for number in range(3):
         a_pass(backend, pattern, same, 40, number)
-    monkeypatch.setattr(grouped, "attention_of", Keeps)
+    monkeypatch.setattr("sglang_indexcache.families.dsa.exact.exact_attention", lambda: Keeps)
     faulty = runner(pattern).attn_backend
     a_pass(faulty, pattern, same, 40, 0)
     with pytest.raises(AssertionError):
@@ -159,7 +165,7 @@ def test_small_passes_and_passes_that_were_slower_are_sglangs(monkeypatch: pytes
     monkeypatch.setattr(serving, "pays", lambda sizes, **_: sizes.keys < 30)
     pattern = Pattern("FS")
     found = runner(pattern)
-    backend, passes = found.attn_backend, DSA.sglang.exact(found).passes
+    backend, passes = found.attn_backend, exact_on(found).passes
     a_pass(backend, pattern, batch(), 39, 0)
     assert passes == {"unions": 0, "sglang": 1} and backend.rows == [39, 39]
     for number in range(66):  # unions have 40 keys here
@@ -208,22 +214,22 @@ def test_blocks_are_as_before_beside_it() -> None:
     torch.manual_seed(0)
     pattern = Pattern.parse("FSFFS+2q4")
     found = runner(pattern)
-    assert DSA.sglang.grouped(found) == (2,) and DSA.sglang.united(found) == (0, 1, 3, 4)
+    assert grouped_layers(found.attn_backend) == (2,) and sorted(exact_on(found).layers) == [0, 1, 3, 4]
     of, selected = select_in_blocks([0], [300], UNFUSED)
     backend, alone = found.attn_backend, Backend()
     wanted = attend_in_blocks(alone, of, selected, 2)
     torch.testing.assert_close(attend_in_blocks(backend, of, selected, 2), wanted, rtol=1e-5, atol=1e-5)
-    assert backend.rows != [] and DSA.sglang.exact(found).passes["unions"] == 0
+    assert backend.rows != [] and exact_on(found).passes["unions"] == 0
     attend_in_blocks(backend, of, selected, 0)
-    assert len(backend.rows) == 1 and DSA.sglang.exact(found).passes["unions"] == 1
-    assert DSA.sglang.grouped(runner(pattern, group={"together": False})) == ()
+    assert len(backend.rows) == 1 and exact_on(found).passes["unions"] == 1
+    assert grouped_layers(runner(pattern, group={"together": False}).attn_backend) == ()
 
 
 def test_a_replaced_method_is_found() -> None:
     found = runner(Pattern("FSFS"))
     found.attn_backend._forward_flashmla_sparse = print
     with pytest.raises(ProofError, match="something has replaced"):
-        DSA.sglang.united(found)
+        grouped.placed(found.attn_backend)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,7 @@ from torch import Tensor
 
 
 def attend(q: Tensor, kv: Tensor, keys: Tensor, scale: float, count: int, v_dim: int) -> tuple[Tensor, Tensor]:
-    """See `indexcache_kernels.grouped_attention.Attend`.
-
-    Args:
-        q: `[B, R, D]`.
-        kv: `[N, D]`.
-        keys: `[B, K]`, int32, -1 for none.
-        scale: what products are multiplied by.
-        count: number of columns of `keys` that are attended to.
-        v_dim: dimensions of a value, the first ones of a key.
-    """
+    """See `indexcache_kernels.grouped_attention.Attend`; `keys` are `[B, K]`, int32, -1 for none."""
     keys = keys[:, :count].long()
     found = kv[keys.clamp_min(0)].float()  # [B, count, D]
     scores = (q.float() @ found.mT * scale).masked_fill((keys < 0)[:, None], -math.inf)

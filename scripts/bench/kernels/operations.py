@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels import causal_ranges, indexer_topk, sparse_attention
-from indexcache_kernels.sparse_attention import flash_mla, hopper
+from indexcache_kernels.sparse_attention import flash_mla
 from indexcache_train.kernels import indexer_kl
+from indexcache_train.kernels import sparse_attention as with_gradients
+from indexcache_train.kernels.attention_gradients import hopper
 from scripts.bench.kernels import cudnn_dsa
 from scripts.bench.kernels.deep_gemm_topk import Decoding, fast_topk, flashinfer_topk
 from scripts.bench.kernels.deep_gemm_topk import indexer_topk as deep_gemm_topk
@@ -192,11 +194,11 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
     trained = {**given, "q": leaves[0], "k": leaves[1]}
     operations, least = pairs * (6 * DIM + 4 * V_DIM), 2 * least + size(above)
     forwards = {
-        "sparse_attention": lambda: sparse_attention(**trained, backend="triton")[0],
+        "sparse_attention": lambda: with_gradients(**trained, backend="triton")[0],
         "PyTorch": lambda: torch_attention(**trained),
     }
     if hopper.fits(q, k, V_DIM):
-        forwards["sparse_attention for Hopper"] = lambda: sparse_attention(**trained)[0]
+        forwards["sparse_attention for Hopper"] = lambda: with_gradients(**trained)[0]
     for name, forward in forwards.items():
         out = forward()
         yield Case(

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control_requests import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import HeldLease
@@ -24,7 +22,6 @@ STATUS_SECONDS = 30.0
 CONTROL_SECONDS = 300.0  # a switch is quick; announcing a baseline takes megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
-_ROUNDING = 1e-6  # tolerance for means of counts
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # limits of an answer
 
 
@@ -78,8 +75,7 @@ class CalibrationServer:
         """Return the status, if all that was answered since the last `switch` is of its pattern.
 
         Raises:
-            ServerLostError: if the server was restarted since.
-            SearchError: if somebody else switched it since.
+            ServerLostError, SearchError: as `check_undisturbed`.
         """
         ranks = self.control(protocol.STATUS, Rank)
         self.check_undisturbed(ranks)
@@ -141,11 +137,9 @@ class CalibrationServer:
             raise ServerLostError(str(error)) from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
-        """Announce a data set for measuring divergences; return the sequences without a baseline.
+        """Announce a data set, by its digest, for measuring divergences; return the sequences without a baseline.
 
-        Args:
-            data: digest of the data set.
-            ranges: for each sequence, the positions whose next token is scored, the last one excluded.
+        `ranges` are for each sequence the positions whose next token is scored, the last one excluded.
         """
         ranks = self.control(protocol.BASELINE, Rank, data=data, ranges=ranges)
         missing = sorted({number for rank in ranks for number in rank.missing})
@@ -167,36 +161,8 @@ class CalibrationServer:
             raise SearchError(f"{self.url}: gave {error}") from None
         return sums
 
-    def sample_indices(self, positions: Sequence[int]) -> None:
-        """Start sampling the queries at `positions` of requests marked for it."""
-        self.control(protocol.SAMPLE, Rank, positions=[int(position) for position in positions])
-
-    def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
-        """Stop sampling; return the mean overlap of each two of `layers` layers, and the number of sampled queries."""
-        ranks = self.control(protocol.OVERLAP, Rank)
-        self.check_undisturbed(ranks)
-        answer = ranks[0]
-        if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
-            raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
-        found = np.asarray(answer.overlap)
-        beyond = max(-found.min(), found.max() - 1.0, np.abs(found - found.T).max(), np.abs(found.diagonal() - 1).max())
-        if beyond > _ROUNDING:
-            raise SearchError(
-                f"{self.url}: gave an overlap that is none: expected 0 to 1, symmetric, 1 of a layer's own"
-            )
-        return answer.overlap, answer.queries
-
     def control(self, action: str, kind: type[OneRank], **body: Any) -> list[OneRank]:
-        """Send a control request, such as one of a `calibration.measure.Measure`.
-
-        Args:
-            action: its name.
-            kind: type of a rank's answer.
-            body: arguments of the action.
-
-        Returns:
-            The answers of all ranks that it is for.
-        """
+        """Send a control request, such as one of a `calibration.measure.Measure`; return what all ranks answer."""
         content: dict[str, Any] = {**body, "dp_rank": self.dp_rank}
         if action != protocol.STATUS:
             self.hold()

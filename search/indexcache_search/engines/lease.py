@@ -65,9 +65,7 @@ class _Holder:
 class HeldLease:
     """A lease that a thread renews until it is released: by `release`, without references, or as the process ends.
 
-    Args:
-        control: the way to the server.
-        seconds: how long the lease outlives this process if it is killed, at most `protocol.LEASE_SECONDS`.
+    It outlives this process, if it is killed, for `seconds`, at most `protocol.LEASE_SECONDS`.
     """
 
     def __init__(self, control: Control, seconds: float = protocol.LEASE_SECONDS) -> None:
@@ -88,10 +86,7 @@ class HeldLease:
         """Take the lease, unless it is held.
 
         If another client has it, wait as long as that one does not show that it lives: a search that was killed can be
-        run again at once.
-
-        Args:
-            notice: called with one line if it waits for long.
+        run again at once. `notice` is called with one line if that takes long.
 
         Raises:
             SearchError: if another client holds it, or this one has released it.

@@ -40,7 +40,7 @@ def load_model(model: str, description: ModelLayers, dtype: torch.dtype | str) -
     Args:
         model: folder or hub id.
         description: its layers, read from config.json.
-        dtype: target dtype of the weights, or `auto` for the checkpoint's own.
+        dtype: of the loaded weights; `auto` keeps the checkpoint's own.
 
     Raises:
         SearchError: if it can't be found or loaded, if a weight is missing, unknown or not finite, or if transformers
@@ -142,9 +142,7 @@ def _unexplained(
 def describe_model(model: str, selection: PatternSelection | None = None) -> ModelLayers:
     """Return the layers of a folder or hub id, read from its config.json.
 
-    Args:
-        model: folder or hub id.
-        selection: of patterns of a model without indexers; by default the family's.
+    A selection of patterns of a model without indexers is the family's by default.
 
     Raises:
         ModelConfigError: if there is no config.json, or its family is unknown.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from indexcache_kernels.patching import replaced
 from indexcache_kernels.transformers import INDEXER_ROPES
 from indexcache_search.errors import SearchError
-from indexcache_search.hf.causal_indexer import causal
-from indexcache_search.hf.indexers import check_call, in_blocks
+from indexcache_search.hf.indexers import causal, check_call, in_blocks
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import family_of_modules
 from sglang_indexcache.pattern import SHARED

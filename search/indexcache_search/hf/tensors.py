@@ -59,11 +59,7 @@ class TensorFile:
 
 
 def read_tensors(path: Path, stop: Event | None = None) -> TensorFile:
-    """Read and digest a whole safetensors file.
-
-    Args:
-        path: the file.
-        stop: stops the reading when set, see `side_by_side`.
+    """Read and digest a whole safetensors file; `stop` ends that when it is set, see `side_by_side`.
 
     Raises:
         FileError: if it can't be read, is no safetensors file, or changes meanwhile.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,42 +12,30 @@ from torch import Tensor
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.io.refusal import UNION_FLAG
+from sglang_indexcache.pattern import Pattern
 
 NAME = "union"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """Attention of one rank, as it was loaded.
-
-    Attributes:
-        device: of the attention.
-        dtype: of the KV cache.
-        heads: heads of each layer on this rank.
-        dim: dimensions of a key.
-        v_dim: dimensions of a value, the first ones of its key.
-        topk: keys of a selection.
-        selecting: for each of these layers, the layer whose selection it attends to.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    heads: int
-    dim: int
-    v_dim: int
-    topk: int
-    selecting: Mapping[int, int]
 
 
 class ExactAttention(ABC):
     """Attends in place of SGLang's sparse kernels, where it is faster, on one rank; they get what it leaves.
 
-    Entry points of the group `indexcache.attention` are classes of it, which are made with a `Served` and raise
-    `ProofError` where they can't attend to that.
+    Entry points of the group `indexcache.attention` are classes of it.
     """
 
+    @classmethod
     @abstractmethod
-    def __init__(self, served: Served) -> None: ...
+    def on(cls, backend: Any, pattern: Pattern, modules: Mapping[int, Any], dtype: torch.dtype) -> Self:
+        """Make it for this rank's `modules`, by layer, on a `DeepseekSparseAttnBackend` with a KV cache of `dtype`.
+
+        Raises:
+            ProofError: if it can't attend there, or there is no layer for it.
+        """
+
+    @property
+    @abstractmethod
+    def layers(self) -> Collection[int]:
+        """The layers that it attends in."""
 
     @property
     @abstractmethod
@@ -64,20 +51,19 @@ class ExactAttention(ABC):
         """Return what a sparse kernel would return for these arguments by name, or `None` to leave it to SGLang.
 
         Args:
-            layer: one of `Served.selecting`, for which `begin` was called.
+            layer: one of `layers`, for which `begin` was called.
             forward_batch: SGLang's; what is kept for other layers of the pass is kept on it.
             given: among others q_all `[T, H, dim]`, kv_cache, page_table_1 `[T, K]` of its rows, sm_scale.
         """
 
 
-def attention_of(served: Served) -> ExactAttention:
-    """Return what attends on this rank.
+def exact_attention() -> type[ExactAttention]:
+    """Return what attends.
 
     Raises:
-        ProofError: if no extension offers it, or it does not run here.
+        ProofError: if no extension offers it.
     """
-    kind = extensions("attention", ExactAttention).get(NAME)
+    kind: type[ExactAttention] | None = extensions("attention", ExactAttention).get(NAME)
     if kind is None:
         raise ProofError(f"no extension has attention over unions, expected indexcache_lab or no {UNION_FLAG}")
-    found: ExactAttention = kind(served)
-    return found
+    return kind

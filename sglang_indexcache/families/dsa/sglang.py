@@ -81,11 +81,7 @@ class DsaSglang(SglangAdapter):
         Build the configuration object as a server would, and call the one function that model construction and KV
         pools call (0.5.14 and newer).
 
-        Args:
-            source: source tree of the SGLang that `import sglang` takes.
-            model: folder or hub id.
-            overrides: merged into the model's configuration.
-            letters: number of letters of the pattern.
+        `source` is the SGLang that `import sglang` takes; `overrides` are merged into the model's configuration.
 
         Raises:
             SglangError: if that code can't be called, or refuses the model.

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from indexcache_kernels.backends import Backend
 from indexcache_kernels.transformers import ROWS, absorb, attend_latent, first_keys, halves
+from indexcache_train.kernels.attention_gradients import sparse_attention
 from indexcache_train.kernels.indexer_kl import indexer_kl
 
 Vectors = tuple[Tensor, Tensor, Tensor]
@@ -68,10 +69,14 @@ def attend_and_compare(
     if indices is not None:
         sums: list[Tensor] = []
 
-        def observe(part: slice, *seen: Any) -> None:
-            sums.append(divergence(part, (index_q[part], index_k, weights[part]), *seen))
+        def attend(absorbed: Tensor, keys: Tensor, v_dim: int, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+            latent, lse = sparse_attention(absorbed, keys, v_dim, chosen, scale, backend)
+            if compare:
+                part = slice(len(sums) * ROWS, len(sums) * ROWS + len(absorbed))
+                sums.append(divergence(part, (index_q[part], index_k, weights[part]), absorbed, keys, lse, chosen))
+            return latent, lse
 
-        output = attend_latent(attention, query, key, indices, scale, backend, observe if compare else None)
+        output = attend_latent(attention, query, key, indices, scale, attend)
         return output, torch.stack(sums).sum() if sums else None
     with torch.no_grad():
         output, lse = dense_attention(attention, query, key, scale, mask)

@@ -16,7 +16,7 @@ from sglang_indexcache.sglang.meaning import INTERLEAVE, context_ranks
 from sglang_indexcache.sglang.probes import Feature
 
 if TYPE_CHECKING:
-    from sglang_indexcache.families.dsa.exact import ExactAttention
+    from sglang_indexcache.families.dsa.blocks.grouped import GroupedAttention
 
 _LEAVES_OUT = (  # --dsa-prefill-backend: kernels that leave out -1, with which the rows of a block end
     *("flashmla_sparse", "flashmla_sparse_q8", "flashmla_kv", "flashmla_auto"),
@@ -57,13 +57,7 @@ class BlocksAdapter(DsaSglang):
     def refused_beside(self, pattern: Pattern, shard: bool, arguments: Any) -> dict[str, str]:
         """Return attributes of SGLang's arguments that can't be given beside blocks, or rows that are shared out.
 
-        Args:
-            pattern: the pattern to serve.
-            shard: whether ranks share out rows.
-            arguments: SGLang's server arguments, or a launch line.
-
-        Returns:
-            For each what it can't be combined with, and why.
+        Each has what it can't be combined with, and why. `arguments` are SGLang's, or a launch line.
         """
         refused, context = {}, ("enable_prefill_cp", "attn_cp_size")
         if pattern.indexers:
@@ -115,56 +109,30 @@ class BlocksAdapter(DsaSglang):
                     f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
                 )
 
-    def group(self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False) -> None:
-        """Change how prompts attend in a `ModelRunner`; after `captured`.
+    def group(
+        self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False
+    ) -> GroupedAttention | None:
+        """Change how prompts attend in a `ModelRunner`, after `captured`, and return what attends, if anything does.
 
-        Args:
-            runner: a `ModelRunner`.
-            pattern: the pattern that is served.
-            together: attend from the queries of blocks together, where that can be done.
-            unions: attend over unions of the selections of queries that are in no blocks.
-
-        Raises:
-            ProofError: if what it would call is not what was read, or can't attend over unions here.
-        """
-        if self.grouping is not None and ((pattern.indexers and together) or unions):
-            from sglang_indexcache.families.dsa.blocks import grouped
-
-            backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
-            heads = {layer: module.num_local_heads for layer, module in modules.items()}
-            if grouped.placed(backend) is None:  # graphs are captured again after an update
-                exact = grouped.exact_on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
-                ranks = context_ranks(runner.server_args)
-                grouped.place(backend, pattern, heads if together else {}, ranks, exact)
-
-    def grouped(self, runner: Any) -> tuple[int, ...]:
-        """Read from a `ModelRunner` in which of its layers the queries of blocks are attended from together.
+        With `together` from the queries of blocks together, where that can be done; with `unions` over unions of the
+        selections of queries that are in no blocks.
 
         Raises:
-            ProofError: if something else has replaced a part of it.
+            ProofError: if what it would call is not what was read, something else has replaced a part of it, or it
+                can't attend over unions here.
         """
+        if self.grouping is None or not ((pattern.indexers and together) or unions):
+            return None
         from sglang_indexcache.families.dsa.blocks import grouped
+        from sglang_indexcache.families.dsa.exact import exact_attention
 
-        found = grouped.placed(_prefill_backend(runner))
-        return () if found is None else tuple(sorted(found.selecting))
-
-    def united(self, runner: Any) -> tuple[int, ...]:
-        """Likewise, in which of its layers prompts attend over unions of selections.
-
-        Raises:
-            ProofError: as `grouped`.
-        """
-        from sglang_indexcache.families.dsa.blocks import grouped
-
-        found = grouped.placed(_prefill_backend(runner))
-        return () if found is None else tuple(sorted(found.alone))
-
-    def exact(self, runner: Any) -> ExactAttention | None:
-        """Return what attends over unions in a `ModelRunner`, if anything does."""
-        from sglang_indexcache.families.dsa.blocks import grouped
-
-        found = grouped.placed(_prefill_backend(runner))
-        return None if found is None else found.exact
+        backend, modules = _prefill_backend(runner), dict(self.modules(runner.model))
+        found = grouped.placed(backend)
+        if found is None:  # else graphs are captured again after an update
+            exact = exact_attention().on(backend, pattern, modules, runner.kv_cache_dtype) if unions else None
+            heads = {layer: module.num_local_heads for layer, module in modules.items() if together}
+            found = grouped.place(backend, pattern, heads, context_ranks(runner.server_args), exact)
+        return found
 
     def read_back(self, model: Any) -> tuple[tuple[IndexerSetting, ...], Mapping[int, int], Mapping[int, int]]:
         """Read from the indexers of the loaded model which layers of this rank would select in blocks.

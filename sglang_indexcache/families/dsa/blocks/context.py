@@ -83,10 +83,7 @@ class Context:
     def check(self, metadata: Any, prefixes: Sequence[int], lengths: Sequence[int]) -> None:
         """Check that SGLang's rows here are those that are expected; their positions once, which waits for the device.
 
-        Args:
-            metadata: SGLang's of the rows here.
-            prefixes: tokens of each request that were read before.
-            lengths: rows of each request, on all ranks.
+        `prefixes` and `lengths` of requests are those on all ranks.
 
         Raises:
             ProofError: if they are others.

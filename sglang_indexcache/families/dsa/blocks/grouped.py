@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -24,19 +24,17 @@ from torch import Tensor
 
 from indexcache_kernels.grouped_attention import Attend, grouped_attention, naive
 from sglang_indexcache.families.dsa.blocks.selection import WholePlan, plan_for
-from sglang_indexcache.families.dsa.exact import ExactAttention, Served, attention_of
+from sglang_indexcache.families.dsa.exact import ExactAttention
 from sglang_indexcache.io.errors import ProofError
-from sglang_indexcache.io.refusal import UNION_FLAG
-from sglang_indexcache.pattern import FULL, Pattern
+from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.sglang.hooks import refusing_around
 
 EXTEND = "forward_extend"
 KERNELS = ("_forward_flashmla_sparse", "_forward_triton_sparse_mla")  # the same arguments, in rows of queries
-_GROUPED = ("flashmla_sparse", "triton_sparse_mla")  # --dsa-prefill-backend
+GROUPED = ("flashmla_sparse", "triton_sparse_mla")  # --dsa-prefill-backend
 _TILE, _TILES = 64, (128, 64)  # heads that FlashMLA works on at a time, and those that it takes
 _MODULES = ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla")
 _PLACE = "_indexcache_grouped"
-Exact = tuple[ExactAttention, Collection[int]]
 
 
 class GroupedAttention:
@@ -46,21 +44,15 @@ class GroupedAttention:
         backend: a `DeepseekSparseAttnBackend`.
         selecting: for each layer that attends to a selection in blocks, the layer that makes it.
         attend: attends to the keys that the queries of a block share.
-        exact: attends in layers of `alone`.
-        alone: layers that attend through `exact`, if there is one.
+        exact: attends in its layers, if there is one.
     """
 
     def __init__(
-        self,
-        backend: Any,
-        selecting: Mapping[int, int],
-        attend: Attend,
-        exact: ExactAttention | None = None,
-        alone: Collection[int] = (),
+        self, backend: Any, selecting: Mapping[int, int], attend: Attend, exact: ExactAttention | None = None
     ) -> None:
-        self.selecting, self.exact, self.alone, self._attend = selecting, exact, alone, attend
+        self.selecting, self.exact, self._attend = selecting, exact, attend
         self._plan: WholePlan | None = None
-        self._pass: tuple[int, Any] | None = None  # a layer of `alone`, and its forward batch
+        self._pass: tuple[int, Any] | None = None  # a layer of `exact`, and its forward batch
         self._placed: dict[str, Any] = {}
         for name, replacement in ((EXTEND, self._extend), *((name, self._sparse) for name in KERNELS)):
             sglangs = getattr(backend, name, None)
@@ -83,7 +75,7 @@ class GroupedAttention:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[self._batch]
         selecting = self.selecting.get(layer)
         self._plan = None if selecting is None else plan_for(batch, selecting)
-        if self.exact is not None and layer in self.alone:
+        if self.exact is not None and layer in self.exact.layers:
             self._pass = (layer, batch)
             self.exact.begin(layer, batch)
         try:
@@ -130,7 +122,9 @@ class GroupedAttention:
         return out
 
 
-def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1, exact: Exact | None = None) -> None:
+def place(
+    backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int = 1, exact: ExactAttention | None = None
+) -> GroupedAttention | None:
     """Group the queries of blocks in the attention of a backend, once, where that can be done.
 
     Args:
@@ -138,7 +132,7 @@ def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int =
         pattern: the pattern that is served.
         heads: heads of the attention of each layer that is on this rank.
         ranks: over how many ranks SGLang shares out prompts; each needs as many queries of a block, two at least.
-        exact: what attends in layers that don't select in blocks, and those layers.
+        exact: what attends in layers that don't select in blocks.
 
     Raises:
         ProofError: if the result of FlashMLA is not what was read.
@@ -147,52 +141,16 @@ def place(backend: Any, pattern: Pattern, heads: Mapping[int, int], ranks: int =
     together = {item.layer for item in pattern.indexers if item.queries % ranks == 0 and item.queries > ranks}
     every = selecting_in_blocks(pattern)
     selecting = {layer: found for layer, found in every.items() if layer in padded and found in together}
-    if getattr(backend, "dsa_prefill_impl", None) not in _GROUPED or placed(backend) is not None:
-        return
+    if getattr(backend, "dsa_prefill_impl", None) not in GROUPED or placed(backend) is not None:
+        return None
     device = torch.device(backend.device)
     attend: Attend | None = naive.attend
     if selecting and device.type != "cpu":
         attend = flash_mla_on(device)
         selecting = {} if attend is None else selecting
-    if selecting or exact is not None:
-        GroupedAttention(backend, selecting, attend or naive.attend, *(exact or ()))
-
-
-def exact_on(backend: Any, pattern: Pattern, modules: Mapping[int, Any], dtype: torch.dtype) -> Exact:
-    """Return what attends to selections that each query made for itself, and in which layers of this rank.
-
-    Args:
-        backend: a `DeepseekSparseAttnBackend`.
-        pattern: the pattern that is served.
-        modules: the attention of each layer that is on this rank.
-        dtype: of the KV cache.
-
-    Raises:
-        ProofError: if it can't be done, or there is no such layer.
-    """
-    kernel, device = getattr(backend, "dsa_prefill_impl", None), torch.device(backend.device)
-    if kernel not in _GROUPED:
-        raise ProofError(
-            f"--dsa-prefill-backend {kernel} can't be combined with {UNION_FLAG}, expected one of {', '.join(_GROUPED)}"
-        )
-    selecting = {layer: found for layer, found in selecting_alone(pattern).items() if layer in modules}
-    shapes = {
-        (module.num_local_heads, module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank)
-        for module in map(modules.__getitem__, selecting)
-    }
-    if len(shapes) != 1:
-        raise ProofError(f"{UNION_FLAG} has {len(shapes)} kinds of layers here that select for each query, expected 1")
-    heads, dim, v_dim = shapes.pop()
-    served = Served(
-        device=device,
-        dtype=dtype,
-        heads=heads,
-        dim=dim,
-        v_dim=v_dim,
-        topk=backend.dsa_index_topk,
-        selecting=selecting,
-    )
-    return attention_of(served), tuple(selecting)
+    if not selecting and exact is None:
+        return None
+    return GroupedAttention(backend, selecting, attend or naive.attend, exact)
 
 
 def placed(backend: Any) -> GroupedAttention | None:
@@ -207,25 +165,10 @@ def placed(backend: Any) -> GroupedAttention | None:
     return found
 
 
-def selecting_alone(pattern: Pattern) -> dict[int, int]:
-    """Return the layers that attend to selections which each query made for itself, with the layers that make them."""
-    in_blocks, found, last = selecting_in_blocks(pattern), {}, 0
-    for layer in range(len(pattern)):
-        last = layer if pattern[layer] == FULL else last
-        if layer not in in_blocks:
-            found[layer] = last
-    return found
-
-
 def selecting_in_blocks(pattern: Pattern) -> dict[int, int]:
     """Return the layers that attend to a selection in blocks, each with the layer that makes it."""
     in_blocks = {item.layer for item in pattern.indexers}
-    found, last = {}, -1
-    for layer in range(len(pattern)):
-        last = layer if pattern[layer] == FULL else last
-        if last in in_blocks:
-            found[layer] = last
-    return found
+    return {layer: found for layer, found in enumerate(pattern.source_layers) if found in in_blocks}
 
 
 def flash_mla_on(device: torch.device) -> Attend | None:
@@ -250,11 +193,7 @@ def flash_mla_on(device: torch.device) -> Attend | None:
 
 
 class FlashMLA:
-    """FlashMLA's sparse prefill, for queries of any number of heads.
-
-    Args:
-        kernel: SGLang's `flash_mla_sparse_fwd`.
-    """
+    """FlashMLA's sparse prefill (SGLang's `flash_mla_sparse_fwd`), for queries of any number of heads."""
 
     def __init__(self, kernel: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
         self._kernel = kernel

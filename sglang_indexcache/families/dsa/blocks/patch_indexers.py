@@ -25,11 +25,6 @@ Modules = Iterable[tuple[int, Any]]
 def install(modules: Modules, pattern: Pattern, here: Context = ONE_RANK) -> None:
     """Make the indexers of attention modules do what `pattern` says; layers that are elsewhere are left out.
 
-    Args:
-        modules: layers and their attention modules.
-        pattern: the pattern.
-        here: this rank among those over which SGLang shares out the rows of prompts.
-
     Raises:
         ProofError: if a layer's indexer is of another kind, or selects fewer tokens than a block has.
     """

@@ -155,12 +155,7 @@ class PrefillSelection:
 
 
 class RowsMetadata:
-    """A `DSAIndexerMetadata` for some rows; all that does not depend on rows is the full metadata's.
-
-    Args:
-        metadata: the full metadata.
-        rows: numbers of the rows.
-        requests: number of each row's request.
+    """A `DSAIndexerMetadata` for some `rows` of `requests`; all that does not depend on rows is the full metadata's.
 
     Attributes:
         starts: the first key that each row may select, among those of all requests.

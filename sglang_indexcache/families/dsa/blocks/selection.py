@@ -202,14 +202,7 @@ class WholePlan(BlockPlan):
 
 
 class BlockSelection(PrefillSelection):
-    """A layer that selects for the queries of a prompt in blocks.
-
-    Args:
-        indexer: SGLang's.
-        queries: number of queries of a block.
-        shards: this rank's part of the blocks, and of the rows that select for themselves.
-        ranks: those of context parallelism.
-    """
+    """A layer that selects for `queries` of a prompt at a time; shards are of blocks, and of rows outside of them."""
 
     def __init__(self, indexer: Any, queries: int, shards: Shards = ALONE, ranks: Context = ONE_RANK) -> None:
         super().__init__(indexer, shards, ranks)

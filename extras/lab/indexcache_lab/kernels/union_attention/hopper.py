@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from indexcache_kernels.errors import KernelInputError
-from indexcache_kernels.sparse_attention.hopper import AFTER_LAST_TRITON, FIRST_TRITON
 from indexcache_lab.kernels.union_attention import ROWS, TILE
+from indexcache_train.kernels.attention_gradients.hopper import AFTER_LAST_TRITON, FIRST_TRITON
 
 if TYPE_CHECKING:
     from indexcache_lab.kernels.union_attention import Unions

@@ -9,22 +9,47 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from indexcache_lab.kernels.union_attention import QUERIES, ROWS, Unions, hopper, naive, union_attention, unite
-from sglang_indexcache.families.dsa.exact import ExactAttention, Served
+from sglang_indexcache.families.dsa.blocks.grouped import GROUPED, selecting_in_blocks
+from sglang_indexcache.families.dsa.exact import ExactAttention
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.refusal import UNION_FLAG
+from sglang_indexcache.pattern import Pattern
 
 LEAST_ROWS = 1024  # of a pass; with fewer, blocks don't fill a GPU
 WAIT = 64  # passes after one that was slower, until unions are tried again
 UNITED, SGLANGS = "unions", "sglang"
 _UNIONS = "_indexcache_unions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Attention of one rank, as it was loaded.
+
+    Attributes:
+        device: of the attention.
+        dtype: of the KV cache.
+        heads: heads of each layer on this rank.
+        dim: dimensions of a key.
+        v_dim: dimensions of a value, the first ones of its key.
+        topk: keys of a selection.
+        selecting: for each of these layers, the layer whose selection it attends to.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    dim: int
+    v_dim: int
+    topk: int
+    selecting: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -116,6 +141,36 @@ class UnionAttention(ExactAttention):
             self._groups.setdefault(selecting, Group([], Pace(served.device))).layers.append(layer)
         with torch.inference_mode():
             self._check()
+
+    @classmethod
+    def on(cls, backend: Any, pattern: Pattern, modules: Mapping[int, Any], dtype: torch.dtype) -> Self:
+        """See `ExactAttention.on`; in all layers that don't select in blocks."""
+        kernel, in_blocks = getattr(backend, "dsa_prefill_impl", None), selecting_in_blocks(pattern)
+        if kernel not in GROUPED:
+            raise ProofError(
+                f"--dsa-prefill-backend {kernel} can't be combined with {UNION_FLAG}, expected one of"
+                f" {', '.join(GROUPED)}"
+            )
+        alone = {layer: found for layer, found in enumerate(pattern.source_layers) if layer not in in_blocks}
+        selecting = {layer: found for layer, found in alone.items() if layer in modules}
+        shapes = {
+            (module.num_local_heads, module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank)
+            for module in map(modules.__getitem__, selecting)
+        }
+        if len(shapes) != 1:
+            raise ProofError(
+                f"{UNION_FLAG} has {len(shapes)} kinds of layers here that select for each query, expected 1"
+            )
+        heads, dim, v_dim = shapes.pop()
+        device, topk = torch.device(backend.device), backend.dsa_index_topk
+        return cls(
+            Served(device=device, dtype=dtype, heads=heads, dim=dim, v_dim=v_dim, topk=topk, selecting=selecting)
+        )
+
+    @property
+    def layers(self) -> Collection[int]:
+        """See `ExactAttention.layers`."""
+        return self._served.selecting
 
     @property
     def passes(self) -> Mapping[str, int]:

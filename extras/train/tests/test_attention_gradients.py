@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from indexcache_kernels import sparse_attention
-from indexcache_kernels.sparse_attention import hopper
+from indexcache_train.kernels import attention_gradients, sparse_attention
+from indexcache_train.kernels.attention_gradients import hopper
 from tests.kernels.interpreter import DEVICE, INTERPRETED, poisoned
 from tests.kernels.test_kernels import relative_rms
 
 __all__ = ["poisoned"]  # a fixture of every test here
-operation = sys.modules["indexcache_kernels.sparse_attention"]
-MODULE = "indexcache_kernels.sparse_attention.hopper_kernel"
+MODULE = "indexcache_train.kernels.attention_gradients.hopper_kernel"
 
 
 @pytest.mark.gpu
@@ -159,7 +158,8 @@ def test_gradients_are_taken_where_they_fit(
         calls.append(delta)
         return torch.full_like(q, 2), torch.full_like(k, 3)
 
-    monkeypatch.setattr(operation, "runs_triton", lambda *_: True)
+    for module in (attention_gradients, sys.modules["indexcache_kernels.sparse_attention"]):
+        monkeypatch.setattr(module, "implementation", lambda *_: "triton")
     monkeypatch.setattr(hopper, "fits", lambda *_: fits)
     monkeypatch.setattr(hopper, "gradients", gradients)
     q, k = torch.randn(1, 2, 24).requires_grad_(), torch.randn(5, 1, 24).requires_grad_()

@@ -29,7 +29,7 @@ def _kernel() -> Any:
         release = tuple(int(part) for part in triton.__version__.split(".")[:2])
         if os.environ.get("TRITON_INTERPRET") == "1" or not FIRST_TRITON <= release < AFTER_LAST_TRITON:
             return None
-        from indexcache_kernels.sparse_attention.hopper_kernel import backward_kernel
+        from indexcache_train.kernels.attention_gradients.hopper_kernel import backward_kernel
     except (ImportError, AttributeError, ValueError):
         return None
     return backward_kernel
