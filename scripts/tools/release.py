@@ -26,6 +26,7 @@ MUST_HOLD = (  # files of each package without which its commands don't run
     "indexcache_search/demo/indexcache-demo/model.safetensors",
     "indexcache_kernels/py.typed",
     "indexcache_dense/py.typed",
+    "indexcache_forecast/py.typed",
     "indexcache_harness/py.typed",
     "indexcache_lab/py.typed",
     "indexcache_minimax/py.typed",

@@ -115,6 +115,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
         ("search/indexcache_search", ["search"]),
         ("kernels/indexcache_kernels", ["search", "kernels"]),
         ("extras/dense/indexcache_dense", ["dense"]),
+        ("extras/forecast/indexcache_forecast", ["forecast"]),
         ("extras/harness/indexcache_harness", ["harness"]),
         ("extras/lab/indexcache_lab", ["lab"]),
         ("extras/minimax/indexcache_minimax", ["minimax"]),

@@ -264,7 +264,7 @@ def search(
             bytes=bytes,
         )
         from indexcache_search.searching.begin import show_data
-        from indexcache_search.searching.forecast import forecast
+        from indexcache_search.searching.forecasts import estimate as estimated
         from indexcache_search.searching.job import Files, SearchData, SearchJob
         from indexcache_search.searching.run import run
         from indexcache_search.searching.show import show
@@ -301,7 +301,7 @@ def search(
             return
         process.let_work_end()
         if estimate:
-            results().print(forecast(job).as_text(hourly_price), soft_wrap=True)
+            results().print(estimated(job, hourly_price), soft_wrap=True)
             return
         show(run(job), model, job.files, results())
 

@@ -149,16 +149,6 @@ class Journal:
         append(self._file, self._sealer, record)
 
 
-class Draft(Journal):
-    """A copy of a journal's evaluations, which is in memory alone and goes its own way."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._evaluations, self.records = dict(journal._evaluations), journal.records
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        """Write nothing."""
-
-
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -43,7 +43,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
-    """A whole search, which `run.run` runs and `forecast.forecast` estimates.
+    """A whole search, which `run.run` runs and `forecasts.estimate` estimates.
 
     Attributes:
         model: folder or hub id.
