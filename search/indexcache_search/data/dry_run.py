@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from rich.console import Console
 
-from indexcache_search.data.chats import Text
 from indexcache_search.data.reader import SourceReading, TokenReader
+from indexcache_search.data.shapes import Text
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import one_line
