@@ -194,11 +194,11 @@ class Strategy(ABC):
         """
 
 
-class ExtraBudget(ABC):
-    """A budget of an extension, by an option of indexcache-search.
+class BudgetRequest(ABC):
+    """A budget that a search is asked for, before the model is known.
 
     Attributes:
-        option: the option's flag.
+        option: the flag of its option of indexcache-search.
         strategy: finds the pattern within it, in the place of the default strategy.
     """
 
