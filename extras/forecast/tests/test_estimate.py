@@ -6,16 +6,19 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from indexcache_forecast.forecast import Forecast, forecast_of
+from indexcache_forecast.forecaster import StandInForecaster
 from indexcache_forecast.stand_in import Draft
 from indexcache_search.cli.search import app
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
+from indexcache_search.searching import forecasts
 from indexcache_search.searching.begin import Begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from scripts.bench.search.simulated import Structure
@@ -141,3 +144,13 @@ def test_a_draft_goes_its_own_way_and_writes_nothing(tmp_path: Path) -> None:
         assert draft.known("calibration") == [EVALUATION, other] and draft.known("held-out") == []
         assert first.known("calibration") == [EVALUATION] and (first.records, draft.records) == (2, 2)
         assert first.path.read_bytes().startswith(before) and b"FSS" not in first.path.read_bytes()
+
+
+def test_without_a_forecaster_the_time_left_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert isinstance(forecasts._forecaster(), StandInForecaster)
+    monkeypatch.setattr(forecasts, "extensions", lambda group, kind: {})
+    done = CliRunner().invoke(app, ["--estimate", "--output", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "--estimate needs an extension that is not installed" in done.output
+    begun: Any = None
+    assert str(forecasts.time_left(begun)) == "running for 0:00:00, time left not known"
+    assert forecasts.time_left(begun).share is None and not (tmp_path / "out").exists()

@@ -146,7 +146,7 @@ def _log(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the requests in a server's log; other lines may stand there."""
     found, log = False, _log_format()
     if log is None:
-        raise DataError(f"{path}: needs an extension that is not installed")
+        raise DataError(f"{path}: is a log of requests, which needs an extension that is not installed")
     with _opened(path) as file:
         for number, record in log.requests(file):
             found = True

@@ -47,10 +47,6 @@ class SearchJob:
 
     Attributes:
         model: folder or hub id.
-        data: the data that choose and judge.
-        run: how the model runs.
-        settings: what is looked for, and how.
-        files: where results and journal go.
         console: for messages and progress; by default nothing is printed.
         command: the command line, for README.md.
     """

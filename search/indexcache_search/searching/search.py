@@ -69,15 +69,7 @@ class Found:
 
 
 class Search:
-    """Runs one strategy.
-
-    Args:
-        engine: evaluates patterns.
-        calibration: evaluates them on the tokens that choose.
-        strategy: how patterns are found.
-        goal: its goal.
-        measured: matrices of the model by name, which some strategies ask for.
-    """
+    """Runs one strategy on the tokens that choose; `measured` gives matrices of the model, which some ask for."""
 
     def __init__(
         self,
