@@ -20,7 +20,7 @@ from indexcache_search.eval.job import ComparisonJob, SpeedOptions
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.schema import ComparisonResult, SearchResult
 from indexcache_search.searching.job import Files, SearchData, SearchJob
-from indexcache_search.searching.settings import BLOCKS, Budget, Settings
+from indexcache_search.searching.settings import BLOCKS, Budget, Settings, TimeBudget
 from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of
 from sglang_indexcache import Pattern, PatternFile
 from sglang_indexcache.families import describe, family_of_modules
@@ -100,8 +100,9 @@ def search(
 
     if strategy not in strategies():
         raise SearchError(f"strategy is {strategy!r}, expected one of {', '.join(strategies())}")
+    budget = None if prefill is None else TimeBudget(prefill=prefill, queries=tuple(queries), decode=decode)
     try:
-        chooser = strategy_of(strategy, in_time=prefill is not None, **(strategy_settings or {}))
+        chooser = strategy_of(strategy, budget=budget, **(strategy_settings or {}))
     except TypeError as error:
         raise SearchError(f"strategy_settings: {error}") from None
     folder, sources = Path(output), _sources(calibration)
@@ -119,14 +120,7 @@ def search(
         ),
         files=Files(folder=folder, work_dir=Path(work_dir or folder / "work"), restart=restart),
         run=run or RunSettings(),
-        settings=Settings(
-            retain=_retentions(retain),
-            strategy=chooser,
-            objective=objective,
-            prefill=prefill,
-            decode=decode,
-            queries=tuple(queries),
-        ),
+        settings=Settings(retain=_retentions(retain), strategy=chooser, objective=objective, budget=budget),
         console=messages(quiet=not progress),
     )
     return run_job(job)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from indexcache_search.cli.search import app
 from indexcache_search.errors import SearchError
-from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.searching.settings import Budget, Settings, TimeBudget
 from indexcache_search.strategies import strategy_of
 from indexcache_search.strategies.base import Goal, Outcome, TimeGoal
 from indexcache_search.strategies.budget import search as budget_search
@@ -173,8 +173,8 @@ def test_the_knapsack_is_exact() -> None:
 
 
 def tiny_settings(**change: Any) -> Settings:
-    given: dict[str, Any] = {"strategy": BudgetSearch(), "prefill": Budget(0.5, 131072, "glm-5-tp8"), "queries": (4, 8)}
-    return Settings(retain=(Fraction(1, 2),), **(given | change))
+    given: dict[str, Any] = {"prefill": Budget(0.5, 131072, "glm-5-tp8"), "queries": (4, 8)}
+    return Settings(retain=(Fraction(1, 2),), strategy=BudgetSearch(), budget=TimeBudget(**(given | change)))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_time_of_decoding_is_a_number_of_layers() -> None:
 @pytest.mark.parametrize("asked", [{"name": "greedy"}, {"swaps": 4}], ids=str)
 def test_only_lazy_without_swaps_looks_for_a_time(asked: dict[str, Any]) -> None:
     with pytest.raises(SearchError, match="--prefill needs --strategy lazy, without swaps"):
-        strategy_of(in_time=True, **asked)
+        strategy_of(budget=TimeBudget(prefill=Budget(0.5, 131072)), **asked)
 
 
 def test_dense_models_have_no_indexers_to_price() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from indexcache_dense.selection import DEFAULT
 from indexcache_search.errors import JournalError
-from indexcache_search.evaluation.journal import Draft, Journal
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.records import Sealer
 from scripts.tools.recorded import recorded
@@ -60,18 +60,6 @@ def test_what_is_recorded_can_be_read_without_the_search(tmp_path: Path) -> None
     first.path.write_bytes(first.path.read_bytes().replace(b"|16|2", b"|32|2").replace(b"|16|8", b"|32|8"))
     with pytest.raises(JournalError, match="damaged"):
         recorded(first.path)
-
-
-def test_a_draft_goes_its_own_way_and_writes_nothing(tmp_path: Path) -> None:
-    other = replace(EVALUATION, pattern=Pattern("FSS"))
-    with journal(tmp_path) as first:
-        first.add_evaluation("calibration", EVALUATION)
-        before, draft = first.path.read_bytes(), Draft(first)
-        draft.add_evaluation("calibration", other)
-        first.add_evaluation("held-out", EVALUATION)
-        assert draft.known("calibration") == [EVALUATION, other] and draft.known("held-out") == []
-        assert first.known("calibration") == [EVALUATION] and (first.records, draft.records) == (2, 2)
-        assert first.path.read_bytes().startswith(before) and b"FSS" not in first.path.read_bytes()
 
 
 def test_every_cut_of_the_last_line_loses_only_that_line(tmp_path: Path) -> None:

@@ -241,8 +241,6 @@ def found_by(strategy: Strategy, goal: Goal, judge: Judge) -> tuple[Outcome, lis
         judge=judge,
         engine="table",
         measured=lambda name: None,
-        on_step=lambda step, steps: None,
-        on_pattern=lambda retention, patterns: None,
         notice=notices.append,
     )
     return strategy.find(problem), notices

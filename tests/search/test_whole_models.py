@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from indexcache_search.errors import SearchError
-from indexcache_search.searching.settings import Budget, Settings
-from indexcache_search.strategies.base import TimeGoal
+from indexcache_search.searching.settings import Budget, TimeBudget
 from indexcache_search.strategies.budget.table import TABLES, LatencyTable
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
@@ -152,8 +151,7 @@ def test_a_table_without_blocks_finds_patterns_of_f_and_s(tmp_path: Path) -> Non
     for kind in ("full_ms", "shared_ms"):
         content["prompt"][kind] = {"1": content["prompt"][kind]["1"]}
     file, model = written(content, tmp_path), describe(GLM_5, "a/model")
-    budget = Settings(retain=(), prefill=Budget(0.9, 1000, file))._budget(model)
-    assert isinstance(budget, TimeGoal) and budget.queries == ()
+    assert TimeBudget(prefill=Budget(0.9, 1000, file)).goal(model).queries == ()
     content = whole_table()
     with pytest.raises(SearchError, match="queries has 2, but made has times of 4"):
-        Settings(retain=(), prefill=Budget(0.9, 1000, written(content, tmp_path)))._budget(model)
+        TimeBudget(prefill=Budget(0.9, 1000, written(content, tmp_path))).goal(model)

@@ -98,7 +98,7 @@ def bytes_of(share: float, context: int) -> ByteBudget:
 
 
 def settings(**changes: Any) -> Settings:
-    given = {"retain": (Fraction(1, 3),), "strategy": PageSearch(), "bytes": bytes_of(0.4, 1024), **changes}
+    given = {"retain": (Fraction(1, 3),), "strategy": PageSearch(), "budget": bytes_of(0.4, 1024), **changes}
     return Settings(**given)
 
 
@@ -112,8 +112,8 @@ def test_goals_that_can_not_be() -> None:
     by_attention = described(replace(SELECTION, score="token_max"))
     for model, changes, message in (
         (by_attention, {}, "--bytes needs --selection score=compressed_keys or rounded_keys, which F layers select by"),
-        (dense, {"bytes": bytes_of(0.4, 64)}, "--bytes is of 64 tokens, expected more than the 64 of a selection"),
-        (dense, {"bytes": bytes_of(0.05, 1024)}, r"--bytes is 0.05, expected at least 0.068: what one F layer and S"),
+        (dense, {"budget": bytes_of(0.4, 64)}, "--bytes is of 64 tokens, expected more than the 64 of a selection"),
+        (dense, {"budget": bytes_of(0.05, 1024)}, r"--bytes is 0.05, expected at least 0.068: what one F layer and S"),
         (describe(tiny_config(), "glm"), {}, "--bytes is about pages of dense models, the model has indexers"),
     ):
         with pytest.raises(SearchError, match=message):

@@ -17,8 +17,8 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from indexcache_search.data import request_log
-from indexcache_search.data.formats import Record, kind_of, records
+from indexcache_rows import request_log
+from indexcache_search.data.formats import LINES, Record, kind_of, records
 from indexcache_search.errors import DataError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
@@ -102,7 +102,7 @@ class GrowingFiles:
             DataError: if the file can't be read.
         """
         try:
-            if not request_log.LINES.search(file.name):
+            if not LINES.search(file.name):
                 yield from self._whole(file)
                 return
             while (yield from self._lines(file, last)):
@@ -227,7 +227,7 @@ def files_of(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _readable(file: Path) -> bool:
-    return bool(request_log.LINES.search(file.name)) or kind_of(file) in ("json", "parquet", "arrow")
+    return bool(LINES.search(file.name)) or kind_of(file) in ("json", "parquet", "arrow")
 
 
 def _age(path: Path) -> tuple[int, Path]:

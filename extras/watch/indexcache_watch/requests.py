@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data import request_log
+from indexcache_rows import request_log
+from indexcache_rows.request_log import Finished
 from indexcache_search.data.formats import Record
-from indexcache_search.data.request_log import Finished
 from indexcache_search.data.shapes import Section, shape_of
 from indexcache_search.errors import DataError, RowError
 from indexcache_watch.files import GrowingFiles, files_of, is_event

@@ -17,15 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from indexcache_forecast import forecast
+from indexcache_forecast.stand_in import Pace
 from indexcache_search import demo
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.hf.loading import describe_model
-from indexcache_search.searching import forecast
 from indexcache_search.searching.begin import Begun, token_sets
 from indexcache_search.searching.job import SearchData
 from indexcache_search.searching.settings import Settings
-from indexcache_search.searching.stand_in import Pace
 from indexcache_search.strategies import strategy_of
 from scripts.tools.recorded import recorded
 

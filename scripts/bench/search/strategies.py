@@ -49,7 +49,7 @@ from indexcache_search.evaluation.losses import Losses
 from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.searching.matrices import Matrices
 from indexcache_search.searching.search import Search
-from indexcache_search.searching.settings import Budget, Settings
+from indexcache_search.searching.settings import Budget, Settings, TimeBudget
 from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
@@ -68,7 +68,9 @@ VARIANTS = {
     "lazy, 2 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=2)),
     "lazy, 3 candidates": Settings(retain=EVERYTHING, strategy=Lazy(flips=3)),
     "lazy + swaps": Settings(retain=EVERYTHING, strategy=Lazy(swaps=16)),
-    "lazy, in time": Settings(retain=EVERYTHING, strategy=BudgetSearch(), prefill=Budget(0.37, 131072, "glm-5-tp8")),
+    "lazy, in time": Settings(
+        retain=EVERYTHING, strategy=BudgetSearch(), budget=TimeBudget(prefill=Budget(0.37, 131072, "glm-5-tp8"))
+    ),
     "greedy + swaps": Settings(retain=EVERYTHING, strategy=Greedy(swaps=32)),
     "exhaustive": Settings(retain=EVERYTHING, strategy=Exhaustive()),
 }
@@ -128,8 +130,8 @@ def run(case: Case, settings: Settings) -> Run:
             search = Search(engine, calibration, settings.strategy, settings.goal(engine.model), matrices.measured)
             found, seconds = timed(search.find)
             patterns = {Fraction(1): engine.model.native, **found.patterns}
-            if found.within_budget is not None and settings.prefill is not None:
-                patterns[_column(settings.prefill)] = found.within_budget
+            if found.within_budget is not None and isinstance(settings.budget, TimeBudget):
+                patterns[_column(settings.budget.prefill)] = found.within_budget
             judges = Evaluator(engine, case.held_out, "nll", journal, "held-out")
             held_out = dict(zip(patterns, judges.evaluations(list(patterns.values())), strict=True))
     found_patterns = {kept: pattern for kept, pattern in patterns.items() if kept != 1}
@@ -331,7 +333,7 @@ def main() -> None:
     retain = tuple(parse_retention(item) for item in options.retain.split(","))
     time = TimeShare.parse(options.prefill)
     budget = Budget(time.share, time.context, "glm-5-tp8")
-    in_time = any(VARIANTS[name].prefill for name in options.strategies.split(";"))
+    in_time = any(VARIANTS[name].budget for name in options.strategies.split(";"))
     columns = (*retain, *([_column(budget)] if in_time else []))
     runs: dict[str, list[Run]] = {name: [] for name in options.strategies.split(";")}
     if options.merge:
@@ -342,7 +344,7 @@ def main() -> None:
         data = case.held_out
         for name, items in runs.items():
             settings = replace(VARIANTS[name], retain=retain, objective=options.objective)
-            settings = settings if settings.prefill is None else replace(settings, prefill=budget)
+            settings = settings if settings.budget is None else replace(settings, budget=TimeBudget(prefill=budget))
             items.append(run(case, settings))
             found = rows({name: items[-1:]}, columns, data, "")[0][1:]
             print(f"seed {number}, {name}: {found} {items[-1].as_json()['patterns']}", flush=True)

@@ -46,13 +46,9 @@ class Command(HelpfulCommand):
 
 
 def application(functions: Mapping[str, Callable[..., None]], epilog: str = "", help: str = "", **more: Any) -> Typer:
-    """Make an application of one or several commands, with plain text output and our own error lines.
+    """Make an application of commands by name, with plain text output and our own error lines.
 
-    Args:
-        functions: by the command's name; each parameter of a function is an option.
-        epilog: text behind the options in `--help`; see `HelpfulCommand`.
-        help: text about all commands together.
-        more: settings of the commands' contexts.
+    Each parameter of a function is an option. `epilog`: see `HelpfulCommand`; `more`: settings of commands' contexts.
     """
     app = Typer(help=help, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     context = {**HELP_OPTIONS, "max_content_width": 110, **more}

@@ -31,6 +31,7 @@ from indexcache_search.data import JUDGED, SEARCHED, SEARCHED_IN_TIME
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.strategies import DEFAULT_RETAIN, DEFAULT_STRATEGY, strategies, strategy_of
+from indexcache_search.strategies.base import BudgetRequest
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
@@ -252,19 +253,23 @@ def search(
         selects, row_options = options.selection_of(selection), options.row_options(rows)
         addresses = tuple(map(Address.of, endpoint or ()))
         from indexcache_search.data.packing import Wish
-        from indexcache_search.searching.settings import BLOCKS, Budget, Settings
+        from indexcache_search.searching.settings import BLOCKS, Budget, Settings, TimeBudget
 
+        budget: BudgetRequest | None = bytes
+        if prefill is not None:
+            budget = TimeBudget(
+                prefill=Budget(prefill.time.share, prefill.time.context, prefill.prices),
+                queries=prefill.queries or BLOCKS,
+                decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
+            )
         what = Settings(
             retain=options.retentions(retain),
-            strategy=strategy_of(how.name, in_time=prefill is not None, budget=bytes, **how.given()),
+            strategy=strategy_of(how.name, budget=budget, **how.given()),
             objective=objective,
-            prefill=None if prefill is None else Budget(prefill.time.share, prefill.time.context, prefill.prices),
-            queries=BLOCKS if prefill is None or prefill.queries is None else prefill.queries,
-            decode=None if decode is None else Budget(decode.time.share, decode.time.context, decode.prices),
-            bytes=bytes,
+            budget=budget,
         )
         from indexcache_search.searching.begin import show_data
-        from indexcache_search.searching.forecast import forecast
+        from indexcache_search.searching.forecasts import estimate as estimated
         from indexcache_search.searching.job import Files, SearchData, SearchJob
         from indexcache_search.searching.run import run
         from indexcache_search.searching.show import show
@@ -301,7 +306,7 @@ def search(
             return
         process.let_work_end()
         if estimate:
-            results().print(forecast(job).as_text(hourly_price), soft_wrap=True)
+            results().print(estimated(job, hourly_price), soft_wrap=True)
             return
         show(run(job), model, job.files, results())
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from rich.console import Console
 
-from indexcache_search.data.chats import Text
 from indexcache_search.data.reader import SourceReading, TokenReader
+from indexcache_search.data.shapes import Text
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import SearchError
 from sglang_indexcache.io.errors import one_line
@@ -18,12 +18,7 @@ _ENDS = 160  # characters of either end of an example
 
 
 def show(reader: TokenReader, sets: Mapping[str, TokenSet]) -> None:
-    """Print how much each source gave to each set, and the first row of each source.
-
-    Args:
-        reader: the reader that read the sets.
-        sets: token sets by the purpose for which their sources were read.
-    """
+    """Print how much each source gave to each set, by its purpose, and the first row of each source."""
     out = Console(highlight=False, markup=False, soft_wrap=True)
     for note in reader.notes:
         out.print(f"note: {note}")

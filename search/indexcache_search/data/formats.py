@@ -6,18 +6,20 @@ import codecs
 import csv
 import io
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
-from indexcache_search.data import request_log
-from indexcache_search.data.chats import kind
+from indexcache_search.data.shapes import kind
 from indexcache_search.errors import DataError, NoRequestsError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.io.faults import is_pointer
 
 KINDS = {
@@ -48,15 +50,31 @@ _MARKS = (
 )
 
 
+LINES = re.compile(r"\.(?P<kind>jsonl|ndjson|log)([.-][\dT:_.-]*\d)?(\.gz)?$", re.IGNORECASE)
+"""Names of files of lines, also as SGLang (every hour) and logrotate rename and compress them."""
+LOG_FLAGS = "--log-requests --log-requests-level 3"
+
 Record = Mapping[str, Any] | RowError
 """A row, or what is wrong with one that can't be read."""
 
 
+class LogFormat(ABC):
+    """A log of requests, of an extension's entry point of the group `indexcache.logs`."""
+
+    @abstractmethod
+    def is_line(self, line: str) -> bool:
+        """Return true for a line of such a log."""
+
+    @abstractmethod
+    def requests(self, lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
+        """Yield the requests that lines hold, each with the number of its line, from 1."""
+
+
 def kind_of(path: Path) -> str | None:
     """Return the format that a file's ending names, ignoring case; `None` if it is not a data file."""
-    lines = request_log.LINES.search(path.name)
+    lines = LINES.search(path.name)
     if lines is not None:
-        return "log" if request_log.is_named(path) else "json"
+        return "log" if lines["kind"].lower() == "log" else "json"
     compressed = path.suffix.lower() in COMPRESSIONS
     kind = KINDS.get((path.with_suffix("") if compressed else path).suffix.lower())
     return None if compressed and kind in _TABLES else kind
@@ -107,7 +125,7 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the rows of JSON lines, of one JSON list, or of one object over several lines."""
     with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
-    if request_log.is_line(first):
+    if (log := _log_format()) is not None and log.is_line(first):
         yield from _log(path)
         return
     many_lines = "json" in path.name.lower().split(".")[-2:] and isinstance(_row(first), RowError)
@@ -125,28 +143,20 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _log(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the requests of clients that SGLang's log finishes; other lines may stand there, and a last one be cut."""
-    found = False
+    """Yield the requests in a server's log; other lines may stand there."""
+    found, log = False, _log_format()
+    if log is None:
+        raise DataError(f"{path}: is a log of requests, which needs an extension that is not installed")
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            record = request_log.finished(line)
-            if isinstance(record, RowError) and not line.endswith("\n"):
-                continue  # still being written
-            if record is None or _is_nobodys(record):
-                continue
+        for number, record in log.requests(file):
             found = True
             yield f"line {number}", record
     if not found:
-        raise NoRequestsError(f"{path}: has no finished request, expected SGLang's log with {request_log.FLAGS}")
+        raise NoRequestsError(f"{path}: has no finished request, expected SGLang's log with {LOG_FLAGS}")
 
 
-def _is_nobodys(record: Record) -> bool:
-    """Return true for a finished request that no client sent, or that was aborted."""
-    try:
-        request = None if isinstance(record, RowError) else request_log.Finished.of(record)
-    except RowError:
-        return False
-    return not isinstance(record, RowError) and (request is None or request.aborted)
+def _log_format() -> LogFormat | None:
+    return next((kind() for kind in extensions("logs", LogFormat).values()), None)
 
 
 def _row(line: str) -> Record:

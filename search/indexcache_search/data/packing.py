@@ -12,9 +12,8 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,17 +39,6 @@ class Wish(int):
     def unless(cls, asked: int | None, default: int) -> int:
         """Return the number that was asked for, else a wish."""
         return cls(default) if asked is None else asked
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """A sequence: rows of a `TokenSet`, `mask`, bool of the tokens that count in their source, and their documents."""
-
-    tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    scored: NDArray[np.bool_]
-    starts: NDArray[np.int32]
-    documents: NDArray[np.int32]
 
 
 class Packer:
@@ -126,13 +114,13 @@ class Packer:
             raise DataError(f"{source}: stands there twice as {purpose} source, expected each source once")
         first_scored = 1 if purpose == "training" else self._first_scored
         share, extra = divmod(count, len(sources))
-        packed: list[_Sequence] = []
+        packed: list[NDArray[Any]] = []
         source_of: list[int] = []
         for number, source in enumerate(sources):
             own_share = share + (number < extra)
             own = self._pack(self._sections(source, seed, purpose, count), own_share, first_scored)
             reading = self._reader.readings[-1]
-            reading.used = len({*np.concatenate([item.documents for item in own]).tolist()}) if own else 0
+            reading.used = len(np.unique(np.stack(own)["document"])) if own else 0
             if len(own) < (1 if isinstance(count, Wish) else own_share):
                 raise self._too_little(reading, len(own), own_share)
             if len(own) < own_share:
@@ -143,12 +131,11 @@ class Packer:
                 reading.remarks.append(f"all {len(own)} {purpose} sequences come from one document")
             packed += own
             source_of += [number] * len(own)
-        tokens, mask, scored, starts, _ = (
-            np.stack([getattr(item, field.name) for item in packed]) for field in fields(_Sequence)
-        )
-        prompt = ~mask if self._reader.replies else None
+        rows = np.stack(packed)
+        starts, scored = _scored(rows, first_scored)
+        prompt = ~rows["counts"] if self._reader.replies else None
         seen = starts if self._apart else None
-        return TokenSet(tokens, scored, np.asarray(source_of), tuple(sources), prompt, seen)
+        return TokenSet(rows["token"].copy(), scored, np.asarray(source_of), tuple(sources), prompt, seen)
 
     def _too_little(self, reading: SourceReading, found: int, wanted: int) -> DataError:
         source, purpose, aside = reading.source, reading.purpose, reading.aside
@@ -218,11 +205,10 @@ class Packer:
                 self._held_out.add(section.tokens)
             yield document
 
-    def _pack(self, sections: Iterator[tuple[int, Section]], wanted: int, first_scored: int) -> list[_Sequence]:
-        """Return sequences with a scored token: sections of this length, and others joined and cut."""
-        packed: list[_Sequence] = []
-        size, place = self._seq_len, np.arange(self._seq_len, dtype=np.int32)
-        left = np.empty(0, _TOKEN)
+    def _pack(self, sections: Iterator[tuple[int, Section]], wanted: int, first_scored: int) -> list[NDArray[Any]]:
+        """Return sequences with a scored token, `[seq_len]` of `_TOKEN`: sections of this length, or others joined."""
+        packed: list[NDArray[Any]] = []
+        size, left = self._seq_len, np.empty(0, _TOKEN)
         for number, section in sections:
             rows = np.zeros(len(section.tokens), _TOKEN)
             rows["token"], rows["counts"], rows["document"] = section.tokens, section.mask, number
@@ -232,13 +218,18 @@ class Packer:
                 left = rows[len(rows) // size * size :]
             for start in range(0, len(rows) - size + 1, size):
                 own = rows[start : start + size]
-                starts = np.maximum.accumulate(np.where(own["begins"], place, np.int32(0)))
-                scored = own["counts"] & (place - starts >= first_scored)
-                if scored.any():
-                    packed.append(_Sequence(own["token"], own["counts"], scored, starts, own["document"]))
+                if _scored(own, first_scored)[1].any():
+                    packed.append(own)
                 if len(packed) == wanted:
                     return packed
         return packed
+
+
+def _scored(rows: NDArray[Any], first: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Return where the documents of tokens begin, and which tokens are scored: from `first` of their document on."""
+    place = np.arange(rows.shape[-1], dtype=np.int32)
+    starts = np.maximum.accumulate(np.where(rows["begins"], place, np.int32(0)), axis=-1)
+    return starts, rows["counts"] & (place - starts >= first)
 
 
 def _meets(source: str, others: Sequence[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.chats import Chat, Text
 from indexcache_search.data.formats import Record
-from indexcache_search.data.shapes import Section, shape_of
+from indexcache_search.data.shapes import Conversation, Section, Text, shape_of
 from indexcache_search.data.sources import rows
-from indexcache_search.data.templates import AS_THEY_ARE, ChatTemplate, RowOptions
+from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.errors import DataError, LeftOutError, RowError
 
 WHOLE = 5  # sequences that a document may fill uncut, by default
@@ -133,10 +131,6 @@ class TokenReader:
             tokenizer.chat_template = self._options.chat_template
         return tokenizer
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self._options.turns, self.replies)
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, one line each."""
@@ -194,7 +188,7 @@ class TokenReader:
             if content.written and not self.replies:
                 mask = np.ones_like(mask)
         else:
-            texts = self._texts(content, reading)
+            texts = self._written(content, reading) if isinstance(content, Conversation) else [content]
             tokens, mask = (np.concatenate(parts) for parts in zip(*map(self._tokenized, texts), strict=True))
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(wrong):
@@ -207,29 +201,13 @@ class TokenReader:
             reading.example = texts[-1] if texts else tokens.tolist()
         return Section(tokens.astype(np.int32), mask)
 
-    def _texts(self, content: Text | Chat, reading: SourceReading) -> list[Text]:
-        if isinstance(content, Text):
-            return [content]
-        source = getattr(self.tokenizer, "chat_template", None)
-        if not source:
-            if content.plain is None:
-                raise DataError(
-                    "a conversation, and the tokenizer has no chat template; expected --rows chat_template=FILE with"
-                    " one in Jinja, or rows of text or input_ids (docs/reference/data.md)"
-                )
-            return [content.plain]
-        written, apart = self._template.write(content)
-        reading.conversations += 1
-        reading.taken_apart += apart
-        for word, given, names in (
-            ("tools", content.tools, ("tools",)),
-            ("reasoning", any(item.get("reasoning_content") for item in content.messages), ("reasoning", "thinking")),
-        ):
-            if given and not any(name in str(source) for name in names):
-                self._notes[f"{reading.source}: the chat template leaves out {word}"] = None
-        for role in _left_out(content, "".join(text.text for text in written)):
-            self._notes[f"{reading.source}: the chat template leaves out messages of role {role}"] = None
-        return written
+    def _written(self, content: Conversation, reading: SourceReading) -> list[Text]:
+        written = content.written(self.tokenizer, self._options.turns, self.replies)
+        reading.conversations += written.by_template
+        reading.taken_apart += written.apart
+        for what in written.left_out:
+            self._notes[f"{reading.source}: the chat template leaves out {what}"] = None
+        return written.texts
 
     def _tokenized(self, text: Text) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokenize a text and flag tokens that count; with `replies`, those that overlap a reply."""
@@ -255,17 +233,6 @@ class TokenReader:
         if not text.ended and self.tokenizer.eos_token_id is not None:
             ids, flags = [*ids, self.tokenizer.eos_token_id], [*flags, True]
         return np.asarray(ids, np.int64), np.asarray(flags, np.bool_)
-
-
-def _left_out(chat: Chat, text: str) -> list[str]:
-    """Return the roles other than user and assistant whose messages before the last reply are not in a text."""
-    replies = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    found: dict[str, None] = {}
-    for message in chat.messages[: replies[-1]] if replies else ():
-        word = max(re.findall(r"\w+", message["content"]), key=len, default="")
-        if message["role"] not in ("user", "assistant") and word not in text:
-            found[message["role"]] = None
-    return list(found)
 
 
 def _overlapping(pieces: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[bool]:

@@ -1,24 +1,34 @@
-"""Columns that a row may have, and their meaning. The first matching shape of the table is used."""
+"""Columns that a row may have, and their meaning. The first matching shape is used; extensions add shapes.
+
+They do so by entry points of the group `indexcache.shapes`, each a tuple of `Shape`.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.chats import Cell, Chat, Message, Text, conversation, kind, one_of, pair, parsed, string
-from indexcache_search.data.request_log import CUT, Finished, is_cut
-from indexcache_search.data.responses import functions
-from indexcache_search.errors import LeftOutError, RowError
+from indexcache_search.data.templates import Turns
+from indexcache_search.errors import RowError
+from sglang_indexcache.io.extensions import extensions
 
 Row = Mapping[str, Any]
+
+
+class Cell(NamedTuple):
+    """A value, and the user's name of where it stands, for messages."""
+
+    value: Any
+    name: str
+
+
 Cells = Mapping[str, Cell]
 
 
@@ -36,6 +46,65 @@ class Section:
     mask: NDArray[np.bool_]
     written: bool = False
 
+    @classmethod
+    def of(cls, prompt: NDArray[Any], reply: NDArray[Any]) -> Self:
+        """Join a prompt and what a server wrote behind it."""
+        tokens = np.concatenate([prompt, reply])
+        return cls(tokens, np.arange(len(tokens)) >= len(prompt), written=True)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text to tokenize.
+
+    Attributes:
+        text: all of it.
+        replies: spans that a model wrote, `[start, end)` in characters.
+        ended: true if no end token is to follow, since a template wrote its own.
+    """
+
+    text: str
+    replies: tuple[tuple[int, int], ...]
+    ended: bool = False
+
+    @classmethod
+    def of(cls, prompt: str, reply: str) -> Self:
+        """Join a prompt and a model's reply unchanged."""
+        return cls(prompt + reply, ((len(prompt), len(prompt) + len(reply)),))
+
+
+@dataclass(frozen=True)
+class Written:
+    """Texts of a conversation.
+
+    Attributes:
+        texts: all of them.
+        by_template: true if the tokenizer's chat template wrote them.
+        apart: true if `auto` split the conversation.
+        left_out: what the template left out, in words.
+    """
+
+    texts: list[Text]
+    by_template: bool = True
+    apart: bool = False
+    left_out: Sequence[str] = ()
+
+
+class Conversation(ABC):
+    """What a tokenizer's chat template makes texts of."""
+
+    @abstractmethod
+    def written(self, tokenizer: Any, turns: Turns, replies: bool) -> Written:
+        """Return the texts; with `replies` also the spans that the assistant wrote. See `RowOptions` for `turns`.
+
+        Raises:
+            RowError: if the template refuses it, or replies can't be separated from prompts.
+            DataError: if there is no template, or it does not terminate.
+        """
+
+
+Content = Section | Text | Conversation
+
 
 class Shape:
     """One way to write a row.
@@ -45,14 +114,25 @@ class Shape:
         needs: required columns, a stroke between synonyms.
         also: optional columns, likewise.
         read: function of the columns of `needs` and `also`, by their first names.
+        rank: place among the shapes, which are tried in this order.
+        shown: its columns, in a message about a row of no shape; by default its name.
     """
 
-    def __init__(self, name: str, needs: str, also: str, read: Callable[[Cells], Section | Text | Chat]) -> None:
-        self.name, self._read = name, read
+    def __init__(
+        self,
+        name: str,
+        needs: str,
+        also: str,
+        read: Callable[[Cells], Content],
+        *,
+        rank: int = 0,
+        shown: str | None = None,
+    ) -> None:
+        self.name, self._read, self.rank, self.shown = name, read, rank, name if shown is None else shown
         self.needs = [names.split("/") for names in needs.split()]
         self._columns = self.needs + [names.split("/") for names in also.split()]
 
-    def read(self, row: Row) -> Section | Text | Chat:
+    def read(self, row: Row) -> Content:
         """Read a row.
 
         Raises:
@@ -74,7 +154,7 @@ class Shape:
 
 
 def _tokens(row: Cells) -> Section:
-    columns = {name: _integers(*cell) for name, cell in row.items() if cell.value is not None}
+    columns = {name: integers(*cell) for name, cell in row.items() if cell.value is not None}
     ids, reply = columns["input_ids"], columns.pop("output_ids", None)
     for name, column in columns.items():
         if len(column) != len(ids):
@@ -89,16 +169,15 @@ def _tokens(row: Cells) -> Section:
     kept = columns.get("attention_mask", every) != 0
     if reply is None or "loss_mask" in columns or "labels" in columns:
         return Section(ids[kept], mask[kept])
-    return _request(ids[kept], reply)
+    return Section.of(ids[kept], reply)
 
 
-def _request(prompt: NDArray[Any], reply: NDArray[Any]) -> Section:
-    """Join a prompt and what a server wrote behind it."""
-    tokens = np.concatenate([prompt, reply])
-    return Section(tokens, np.arange(len(tokens)) >= len(prompt), written=True)
+def integers(values: Any, name: str) -> NDArray[Any]:
+    """Return `values` if they are a list of integers.
 
-
-def _integers(values: Any, name: str) -> NDArray[Any]:
+    Raises:
+        RowError: if not.
+    """
     with suppress(TypeError, ValueError, OverflowError):
         array = np.asarray(values)
         if array.ndim == 1 and (not len(array) or array.dtype.kind in ("iub" if name == "loss_mask" else "iu")):
@@ -106,189 +185,49 @@ def _integers(values: Any, name: str) -> NDArray[Any]:
     raise RowError(f"{name} is not a list of integers")
 
 
-def _chat(row: Cells, *parts: Cell) -> Chat:
-    return conversation(*(parts or [row["messages"]]), system=row["system"], tools=row["tools"])
+def string(value: Any, name: str) -> str:
+    """Return `value` if it is a string.
 
-
-def _batch(row: Cells) -> Chat | Text:
-    """Read a request of OpenAI's batch API."""
-    body = parsed(*row["body"], dict)
-    tools = Cell(body.get("tools"), "body.tools")
-    if body.get("messages") is not None:
-        return conversation(Cell(body["messages"], "body.messages"), tools=tools)
-    if body.get("input") is not None:  # of the Responses API
-        prompt, system = Cell(body["input"], "body.input"), Cell(body.get("instructions"), "body.instructions")
-        return conversation(_turn(prompt, "user"), system=system, tools=Cell(functions(tools.value), tools.name))
-    if body.get("prompt") is not None:
-        return Text.of("", string(body["prompt"], "body.prompt"))
-    raise RowError(f"body has {', '.join(map(str, body)) or 'nothing'}, expected messages, input or prompt")
-
-
-def _answers_of_a_batch(row: Cells) -> Chat:
-    raise RowError("holds an answer of a batch without its prompt, expected the requests' file, with body.messages")
-
-
-def _logged(row: Cells) -> Section | Text:
-    """Read a finished request of SGLang's log: its token ids, or its texts if it was sent as text."""
-    found = Finished.of({name: parsed(*row[name], dict) for name in ("obj", "out")})
-    if found is None:
-        raise LeftOutError("a server sent it to itself")
-    if found.unlike is not None or found.several:
-        raise LeftOutError(found.unlike or "it is several requests at once")
-    known = found.prompt.value is not None and found.reply.value is not None
-    if found.cut if known else any(map(is_cut, found.texts)):
-        raise RowError(CUT)
-    if known:
-        if found.short is not None:
-            (ids, place), name, count = found.short
-            raise RowError(f"{place} has {len(ids)} entries, but {name} is {count}: not all are there")
-        return _request(_integers(*found.prompt), _integers(*found.reply))
-    if all(isinstance(text, str) for text in found.texts):
-        return Text.of(*found.texts)
-    raise RowError("its log has no prompt or no reply, expected --log-requests-level 3")
-
-
-def _chosen(row: Cells) -> Chat | Text:
-    """Read the preferred answer of a preference pair, with or without its prompt."""
-    row = _unpacked(row)
-    prompt, chosen = row["prompt"].value, row["chosen"].value
-    if isinstance(chosen, str) and (prompt is None or (isinstance(prompt, str) and chosen.startswith(prompt))):
-        return Text.of(prompt or "", chosen.removeprefix(prompt or ""))
-    return _continued(row, "chosen")
-
-
-def _continued(row: Cells, name: str) -> Chat | Text:
-    """Join a prompt and its continuation `name`: strings unchanged, messages through the template."""
-    row = _unpacked(row)
-    prompt, end = row["prompt"], row[name]
-    if isinstance(prompt.value, str) and isinstance(end.value, str):
-        return Text.of(prompt.value, end.value)
-    before, behind = _turn(prompt, "user"), _turn(end, "assistant")
-    asked = any(isinstance(item, dict) and item.get("role") == "user" for item in behind.value)
-    if behind.value[: len(before.value)] == before.value or (isinstance(prompt.value, str) and asked):
-        return _chat(row, behind)  # the prompt is in it, too
-    return _chat(row, before, behind)
-
-
-def _unpacked(row: Cells) -> Cells:
-    """Return cells of which those that hold messages as JSON, as tables do, hold the messages."""
-    return {name: Cell(_messages_of(cell.value), cell.name) for name, cell in row.items()}
-
-
-def _messages_of(value: Any) -> Any:
-    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
-        with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-            if isinstance(found, list) and all(
-                isinstance(item, dict) and {"role", "from"} & item.keys() for item in found
-            ):
-                return found
+    Raises:
+        RowError: if not.
+    """
+    if not isinstance(value, str):
+        raise RowError(f"{name} is {kind(value)}, expected a string")
     return value
 
 
-def _turn(cell: Cell, role: str) -> Cell:
-    """Return messages: a string is one of them, without any there are none.
+def kind(value: Any) -> str:
+    """Return the name of a value's type, for error messages."""
+    return "null" if value is None else type(value).__name__
+
+
+def one_of(item: Mapping[str, Any], names: Sequence[str], where: str = "") -> Cell:
+    """Return the value under whichever of several synonymous `names` is set; without any, null under the first.
 
     Raises:
-        RowError: if it is neither.
+        RowError: if two of them hold different values.
     """
-    value = cell.value
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    if value is not None and not isinstance(value, list):
-        raise RowError(f"{cell.name} is {kind(value)}, expected a string or a list of messages")
-    return Cell(value or [], cell.name)
+    found = [name for name in names if item.get(name) is not None]
+    for name in found[1:]:
+        if item[name] != item[found[0]]:
+            raise RowError(f"{where}{found[0]} and {where}{name} differ, expected one of them")
+    here = found or [name for name in names if name in item] or names
+    return Cell(item.get(here[0]), f"{where}{here[0]}")
 
 
-def _instruction(row: Cells) -> Chat:
-    """Read a row in the form of Alpaca or Dolly."""
-    words = [string(*row["instruction"])]
-    words += [string(*row["input"])] if row["input"].value else []
-    before: list[Message] = []
-    history = row["history"]
-    for number, turn in enumerate(_turn(history, "user").value):
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise RowError(f"{history.name}[{number}] is not a list of a question and its answer")
-        before.append({"role": "user", "content": string(turn[0], f"{history.name}[{number}][0]")})
-        before.append({"role": "assistant", "content": string(turn[1], f"{history.name}[{number}][1]")})
-    return pair("\n\n".join(words), string(*row["output"]), system=row["system"], before=before)
+@cache
+def shapes() -> tuple[Shape, ...]:
+    """Return the shapes of this package and those of extensions, by rank.
 
-
-def _question(row: Cells) -> Chat:
-    """Read a question about a text (LongBench, SQuAD), and its first answer."""
-    words = [string(*row[name]) for name in ("context", "input") if row[name].value]
-    answer = _first(row["answers"])
-    if answer.value is None:
-        return conversation(_turn(Cell("\n\n".join(words), row["context"].name), "user"))
-    return pair("\n\n".join(words), string(*answer))
-
-
-def _ruler(row: Cells) -> Text:
-    """Read a row of RULER, whose input is a whole prompt followed by the answers."""
-    prompt = string(*row["input"])
-    if row["answer_prefix"].value:
-        prompt += string(*row["answer_prefix"])
-    outputs = row["outputs"]
-    if not isinstance(outputs.value, list):
-        raise RowError(f"{outputs.name} is {kind(outputs.value)}, expected a list of strings")
-    answers = [string(item, f"{outputs.name}[{number}]") for number, item in enumerate(outputs.value)]
-    return Text.of(prompt, " " + ", ".join(answers))
-
-
-def _answer(row: Cells, question: str = "prompt", answer: str = "response") -> Chat:
-    """Read a question and its answer: strings, or messages."""
-    row = _unpacked(row)
-    prompt, reply = row[question], row[answer]
-    if not (isinstance(reply.value, list) and reply.value and isinstance(reply.value[0], dict) and _says(reply.value)):
-        reply = _first(reply)
-    if isinstance(prompt.value, str) and isinstance(reply.value, str):
-        return pair(prompt.value, reply.value, system=row["system"])
-    parts = [_turn(prompt, "user"), _turn(reply, "assistant")]
-    return _chat(row, *(part for part in parts if part.value))
-
-
-def _says(items: list[Any]) -> bool:
-    """Return true for messages or items of the Responses API, and false for answers."""
-    return any(isinstance(item, dict) and {"role", "from", "type"} & item.keys() for item in items)
-
-
-def _first(answer: Cell) -> Cell:
-    """Return an answer, or the first of several; null if there is none, as for SQuAD's unanswerable questions.
-
-    SQuAD has them as `text` in an object, TriviaQA as `value`.
+    Raises:
+        ExtensionError: if an extension can't be loaded.
     """
-    value, name = answer
-    if isinstance(value, list):
-        return _first(Cell(value[0], f"{name}[0]")) if value else Cell(None, name)
-    if isinstance(value, dict):
-        found = one_of(value, ("text", "value"), f"{name}.")
-        if found.value is None:
-            raise RowError(f"{name} has {', '.join(map(str, value)) or 'nothing'}, expected text or value")
-        return _first(found)
-    return answer
-
-
-_SYSTEM = "system/system_prompt"
-_MORE = f"{_SYSTEM} tools/functions"
-_QUESTION, _ANSWER = "prompt/question/query/problem/input", "response/answer/answers/output"
-_SOLUTION = "solution/generated_solution"
-SHAPES = (
-    Shape("input_ids", "input_ids", "output_ids loss_mask labels attention_mask", _tokens),
-    Shape("messages", "messages/conversations/conversation", _MORE, _chat),
-    Shape("body (batch)", "body", "", _batch),
-    Shape("obj, out (SGLang's log)", "obj out", "event rid", _logged),
-    Shape("chosen", "chosen", f"prompt {_MORE}", _chosen),
-    Shape("instruction, output", "instruction output/response", f"input/context {_SYSTEM} history", _instruction),
-    Shape("text", "text/content", "", lambda row: Text.of("", string(*row["text"]))),
-    Shape("context, input, answers", "context input/question answers/answer", "", _question),
-    Shape("input, outputs", "input outputs", "answer_prefix", _ruler),
-    Shape("prompt, completion", "prompt completion", _MORE, partial(_continued, name="completion")),
-    Shape("problem, solution", f"problem {_SOLUTION}", _MORE, partial(_answer, question="problem", answer="solution")),
-    Shape("prompt, response", f"{_QUESTION} {_ANSWER}", _MORE, _answer),
-    Shape("question, solution", f"{_QUESTION} {_SOLUTION}", _MORE, partial(_answer, answer="solution")),
-    Shape("response of a batch", "custom_id response", "", _answers_of_a_batch),
-)
-_KNOWN = "; ".join(shape.name.replace("messages", "messages or conversations") for shape in SHAPES[:-1])
+    own = (
+        Shape("input_ids", "input_ids", "output_ids loss_mask labels attention_mask", _tokens),
+        Shape("text", "text/content", "", lambda row: Text.of("", string(*row["text"])), rank=60),
+    )
+    added = (shape for more in extensions("shapes", tuple).values() for shape in more)
+    return tuple(sorted((*own, *added), key=lambda shape: shape.rank))
 
 
 def shape_of(row: Row) -> Shape:
@@ -297,11 +236,12 @@ def shape_of(row: Row) -> Shape:
     Raises:
         RowError: if there is none.
     """
-    for shape in SHAPES:
+    for shape in shapes():
         if all(any(row.get(name) is not None for name in names) for names in shape.needs):
             return shape
-    for shape in SHAPES:
+    for shape in shapes():
         if all(any(name in row for name in names) for names in shape.needs):
             null = next(name for names in shape.needs for name in names if name in row and row[name] is None)
             raise RowError(f"{null} is null, expected a value")
-    raise RowError(f"columns are {', '.join(map(str, row)) or 'missing'}, expected one of: {_KNOWN}")
+    known = "; ".join(shape.shown for shape in shapes() if shape.shown)
+    raise RowError(f"columns are {', '.join(map(str, row)) or 'missing'}, expected one of: {known}")

@@ -11,8 +11,7 @@ from typing import Any
 
 from indexcache_search import demo
 from indexcache_search.data.folders import data_files
-from indexcache_search.data.formats import ENDINGS, Record, kind_of, records, table_row
-from indexcache_search.data.request_log import FLAGS
+from indexcache_search.data.formats import ENDINGS, LOG_FLAGS, Record, kind_of, records, table_row
 from indexcache_search.errors import DataError, NoRequestsError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.io.errors import one_line
@@ -82,7 +81,7 @@ def _files(source: str, notice: Callable[[str], None]) -> list[Path] | None:
             raise DataError(f"{source}: not a regular file")
         if path.suffix.lower() in (".pkl", ".pickle"):  # what SGLang dumps, too
             raise DataError(
-                f"{source}: is a pickle, which may run code; expected SGLang's log with {FLAGS}, or {ENDINGS}"
+                f"{source}: is a pickle, which may run code; expected SGLang's log with {LOG_FLAGS}, or {ENDINGS}"
             )
         if kind_of(path) is None:
             raise DataError(f"{source}: ending is {path.suffix or 'missing'}, expected {ENDINGS}")

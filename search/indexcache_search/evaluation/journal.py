@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from indexcache_search.errors import JournalError
-from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.evaluation.losses import COLUMNS, Evaluation
 from indexcache_search.evaluation.plan import Plan
 from indexcache_search.evaluation.records import Sealer, append, check_identity, complete, damaged, opened
 from sglang_indexcache import Pattern
@@ -113,10 +113,7 @@ class Journal:
                 "pattern": evaluation.pattern.key,
                 "repeat": repeat,
                 "rows": evaluation.rows,
-                "losses": evaluation.losses,
-                "correct": evaluation.correct,
-                "tokens": evaluation.tokens,
-                "layer_tokens": evaluation.layer_tokens,
+                **{name: getattr(evaluation, name) for name in COLUMNS},
                 "seconds": round(evaluation.seconds, 3),
             }
         )
@@ -147,16 +144,6 @@ class Journal:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         append(self._file, self._sealer, record)
-
-
-class Draft(Journal):
-    """A copy of a journal's evaluations, which is in memory alone and goes its own way."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._evaluations, self.records = dict(journal._evaluations), journal.records
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        """Write nothing."""
 
 
 class _Record(BaseModel):
@@ -191,23 +178,15 @@ class _Line(_Record):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        columns = (self.losses, self.correct, self.tokens, self.layer_tokens)
-        if not self.rows or {len(column) for column in columns} != {len(self.rows)}:
+        if not self.rows or {len(getattr(self, name)) for name in COLUMNS} != {len(self.rows)}:
             raise ValueError("columns differ in length")
         if len(set(self.rows)) < len(self.rows) or 0 in self.tokens:
             raise ValueError("a sequence stands there twice, or without tokens")
         return self
 
     def parse(self, parse: Callable[[str], Plan]) -> tuple[_Key, Evaluation]:
-        evaluation = Evaluation(
-            pattern=parse(self.pattern),
-            rows=tuple(self.rows),
-            losses=tuple(self.losses),
-            correct=tuple(self.correct),
-            tokens=tuple(self.tokens),
-            layer_tokens=tuple(self.layer_tokens),
-            seconds=self.seconds,
-        )
+        columns: dict[str, Any] = {name: tuple(getattr(self, name)) for name in ("rows", *COLUMNS)}
+        evaluation = Evaluation(pattern=parse(self.pattern), seconds=self.seconds, **columns)
         return (self.set, evaluation.pattern, self.repeat), evaluation
 
 

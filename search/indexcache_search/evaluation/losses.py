@@ -51,16 +51,16 @@ class Evaluation(Losses):
         """
         index_of = {row: index for index, row in enumerate(self.rows)}
         at = [index_of[row] for row in rows]
-        columns: dict[str, Any] = {name: tuple(getattr(self, name)[index] for index in at) for name in _COLUMNS}
+        columns: dict[str, Any] = {name: tuple(getattr(self, name)[index] for index in at) for name in COLUMNS}
         return replace(self, rows=tuple(rows), seconds=self.seconds * len(at) / len(self.rows), **columns)
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Join this evaluation with one of other sequences under the same pattern."""
-        columns: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ("rows", *_COLUMNS)}
+        columns: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in ("rows", *COLUMNS)}
         return replace(self, seconds=self.seconds + other.seconds, **columns)
 
 
-_COLUMNS = ("losses", "correct", "tokens", "layer_tokens")
+COLUMNS = ("losses", "correct", "tokens", "layer_tokens")
 
 
 class Evaluates(Protocol):

@@ -63,14 +63,7 @@ def append(file: IO[bytes], sealer: Sealer, record: Mapping[str, Any]) -> None:
 
 
 def check_identity(path: Path, what: str, option: str, recorded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that the records in `path` belong to this run.
-
-    Args:
-        path: the file that holds `recorded`.
-        what: kind of run for messages, such as `search`.
-        option: the option that names another folder.
-        recorded: the identity in the file.
-        own: the identity of this run.
+    """Check that the identity recorded in `path` is this run's own, of a kind `what` whose `option` names the folder.
 
     Raises:
         JournalError: naming the first difference.

@@ -43,14 +43,10 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
-    """A whole search, which `run.run` runs and `forecast.forecast` estimates.
+    """A whole search, which `run.run` runs and `forecasts.estimate` estimates.
 
     Attributes:
         model: folder or hub id.
-        data: the data that choose and judge.
-        run: how the model runs.
-        settings: what is looked for, and how.
-        files: where results and journal go.
         console: for messages and progress; by default nothing is printed.
         command: the command line, for README.md.
     """

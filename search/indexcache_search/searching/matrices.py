@@ -14,13 +14,7 @@ ROWS = 64  # queries a sequence for what layers choose
 
 
 class Matrices:
-    """Matrices that are measured when first used, on a part of the calibration set.
-
-    Args:
-        engine: measures.
-        calibration: the whole set.
-        journal: remembers.
-    """
+    """Matrices that are measured when first used, on a part of the calibration set, and kept in the journal."""
 
     def __init__(self, engine: Engine, calibration: TokenSet, journal: Journal) -> None:
         self._engine, self._journal = engine, journal

@@ -20,14 +20,7 @@ from sglang_indexcache.pattern_file.file import (
 
 
 class FileWriter:
-    """Makes the files of one search, also while it goes on.
-
-    Args:
-        engine: the one that evaluates.
-        calibration: evaluates the tokens that choose.
-        seed: decided their order.
-        created: the date of its first run.
-    """
+    """Makes the files of one search, also while it goes on; `created` is the date of its first run."""
 
     def __init__(self, engine: Engine, calibration: Evaluator, seed: int, created: str) -> None:
         self._engine, self._calibration, self._objective = engine, calibration.data, calibration.objective

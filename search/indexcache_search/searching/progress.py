@@ -16,7 +16,7 @@ from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.results.tables import with_error
 from indexcache_search.results.variant import NAMED, VariantLosses
 from indexcache_search.searching.begin import Begun
-from indexcache_search.searching.time_left import TimeLeft
+from indexcache_search.searching.forecasts import time_left
 from indexcache_search.strategies.base import Step
 from sglang_indexcache import Pattern
 
@@ -32,7 +32,7 @@ class SearchProgress:
 
     def __init__(self, console: Console, begun: Begun) -> None:
         self.console, self._begun, self._chooses = console, begun, begun.chooses()
-        self._time, self._over = TimeLeft(begun), threading.Event()
+        self._time, self._over = time_left(begun), threading.Event()
         self._name, self._phase, self._phases = "", 0, 4 + isinstance(begun.engine, TimesPrompts)
         self._best: tuple[int, float, Pattern] | None = None
         self._live = Live(console=console, get_renderable=self._screen, transient=True)

@@ -6,30 +6,35 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
-from indexcache_search.results.schema import SearchResult, SpeedRow
+from indexcache_search.results.schema import CostResult, SearchResult, SpeedRow, StepResult
 from indexcache_search.results.variant import BASELINE, VariantLosses
-from indexcache_search.searching import metrics, model_card
+from indexcache_search.searching import model_card
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.job import SearchJob
 from indexcache_search.searching.pattern_writer import FileWriter
 from indexcache_search.searching.progress import SearchProgress
 from indexcache_search.searching.prompt_times import measured_times
-from indexcache_search.searching.search import Found, Listeners, Search
+from indexcache_search.searching.search import Found, Search
 from indexcache_search.strategies import measured_strategies
-from indexcache_search.strategies.base import Goal, Step, TimeGoal
+from indexcache_search.strategies.base import Goal, Outcome, Step, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import ANYWHERE, column
 from indexcache_search.workdir.outputs import PARTIAL, Outputs
+from sglang_indexcache import Pattern
 from sglang_indexcache.command_line import error_context
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern_file.result_folder import CARD, METRICS, PATTERN, REPORT
+
+SCHEMA = "indexcache-search/metrics/v3"
 
 
 def run(job: SearchJob) -> SearchResult:
@@ -97,16 +102,27 @@ class _Run:
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
         prices = prices_of(engine, goal, partial(warn, self._progress.console))
-        return metrics.collect(
-            found,
-            file=self._writer.file(
-                found, found.within_budget or found.patterns[next(iter(goal.full_layers))], goal.budget
+        default = found.within_budget or found.patterns[next(iter(goal.full_layers))]
+        more: dict[str, Any] = {
+            name: None if item is None else item.round(4).tolist() for name, item in measured.items()
+        }
+        if speed:
+            more["speed"] = speed
+        return SearchResult(
+            schema=SCHEMA,
+            pattern_file=self._writer.file(found, default, goal.budget),
+            engine={"name": engine.name, **engine.settings},
+            weights_sha256=engine.weights_sha256,
+            seconds={name: round(value, 1) for name, value in self._seconds.items()},
+            cost=CostResult(
+                **{**asdict(found.cost), "seconds": round(found.cost.seconds, 1)},
+                algorithm_1_layer_tokens=found.algorithm_1,
+                share_of_algorithm_1=found.cost.layer_tokens / max(found.algorithm_1, 1),
             ),
-            engine=engine,
-            table=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
-            matrices=measured,
-            seconds=self._seconds,
-            speed=speed,
+            steps=_steps(found),
+            held_out=tabulated(rows, begun.held_out, engine.model.first_sparse_position, prices),
+            look_alikes=[str(item) for item in found.look_alikes],
+            **more,
         )
 
     @contextmanager
@@ -118,16 +134,17 @@ class _Run:
         self._seconds[name] = time.monotonic() - began
 
     def _choose(self, search: Search) -> Found:
-        def on_step(step: Step, so_far: Callable[[], Found]) -> None:
-            self._out.work.write(PARTIAL, self._writer.file(so_far(), step.pattern).dumps())
+        def on_step(step: Step, steps: tuple[Step, ...]) -> None:
+            found = search.found(Outcome({}, steps))
+            self._out.work.write(PARTIAL, self._writer.file(found, step.pattern).dumps())
             self._progress.committed(step)
 
-        def on_pattern(retention: Fraction, so_far: Callable[[], Found]) -> None:
-            found = so_far()
+        def on_pattern(retention: Fraction, patterns: dict[Fraction, Pattern]) -> None:
+            found = search.found(Outcome(patterns))
             self._out.work.write(PARTIAL, self._writer.file(found, next(iter(found.patterns.values()))).dumps())
             self._progress.notice(f"{retention!s:>4}: {found.patterns[retention]}")
 
-        return search.find(Listeners(on_step, on_pattern, self._progress.notice))
+        return search.find(on_step, on_pattern, self._progress.notice)
 
 
 def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Prices | None:
@@ -139,3 +156,17 @@ def prices_of(engine: Engine, goal: Goal, notice: Callable[[str], None]) -> Pric
     if isinstance(goal.budget, TimeGoal):
         return goal.budget.prices
     return column(engine.model, notice, place=getattr(engine, "place", ANYWHERE))
+
+
+def _steps(found: Found) -> list[StepResult]:
+    return [
+        StepResult(
+            layer=step.layer,
+            full_layers=len(step.pattern.full_layers),
+            pattern=step.pattern.roles,
+            loss=step.loss,
+            increase=found.increases[step.pattern],
+            candidates={str(layer): value for layer, value in step.losses.items()},
+        )
+        for step in found.steps
+    ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from indexcache_search.evaluation.evaluator import Cost, Evaluator
 from indexcache_search.evaluation.judge import Judge
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.results.tables import with_error
-from indexcache_search.strategies.base import Goal, Outcome, Problem, Step, Strategy
+from indexcache_search.strategies.base import Goal, OnPattern, OnStep, Outcome, Problem, Step, Strategy, ignored
 from indexcache_search.strategies.swaps import improved
 from sglang_indexcache import Pattern
 
@@ -69,31 +68,8 @@ class Found:
     increases: Mapping[Pattern, Estimate]
 
 
-@dataclass
-class Listeners:
-    """Callbacks of a search while it runs.
-
-    Attributes:
-        on_step: hears of every committed flip, and can ask what was found so far.
-        on_pattern: hears of a retention whose pattern was found at once, and can ask what was found so far.
-        notice: hears of what else is worth a line.
-    """
-
-    on_step: Callable[[Step, Callable[[], Found]], None] = field(default=lambda step, found: None)
-    on_pattern: Callable[[Fraction, Callable[[], Found]], None] = field(default=lambda retention, found: None)
-    notice: Callable[[str], None] = field(default=lambda line: None)
-
-
 class Search:
-    """Runs one strategy.
-
-    Args:
-        engine: evaluates patterns.
-        calibration: evaluates them on the tokens that choose.
-        strategy: how patterns are found.
-        goal: its goal.
-        measured: matrices of the model by name, which some strategies ask for.
-    """
+    """Runs one strategy on the tokens that choose; `measured` gives matrices of the model, which some ask for."""
 
     def __init__(
         self,
@@ -108,9 +84,10 @@ class Search:
         self.data, self._calibration, self._measured = calibration.data, calibration, measured
         self._judge = Judge.racing(calibration) if strategy.race else Judge(calibration)
 
-    def find(self, listeners: Listeners | None = None) -> Found:
-        """Evaluate the native pattern, run the strategy; `listeners` hear of what happens."""
-        listeners = listeners or Listeners()
+    def find(
+        self, on_step: OnStep = ignored, on_pattern: OnPattern = ignored, notice: Callable[[str], None] = ignored
+    ) -> Found:
+        """Evaluate the native pattern, and run the strategy; see `Problem` for who hears of what."""
         for rows in (self._judge.shares[0], None):  # the first share soon says what a sequence takes
             self._calibration.evaluations([self._native], rows)
         self._calibration.evaluations([self._native], self._judge.shares[0], repeat=1)  # the difference is noise
@@ -119,16 +96,15 @@ class Search:
             judge=self._judge,
             engine=self.engine.name,
             measured=self._measured,
-            on_step=lambda step, steps: listeners.on_step(step, partial(self._found, Outcome({}, steps))),
-            on_pattern=lambda retention, patterns: listeners.on_pattern(
-                retention, partial(self._found, Outcome(patterns))
-            ),
-            notice=listeners.notice,
+            on_step=on_step,
+            on_pattern=on_pattern,
+            notice=notice,
         )
         outcome = self.strategy.find(problem)
-        return self._found(improved(outcome, problem, swaps) if (swaps := self.strategy.swaps) else outcome)
+        return self.found(improved(outcome, problem, swaps) if (swaps := self.strategy.swaps) else outcome)
 
-    def _found(self, outcome: Outcome) -> Found:
+    def found(self, outcome: Outcome) -> Found:
+        """Return what is found, or so far, with its losses."""
         steps, patterns, rivals = outcome.steps, outcome.patterns, outcome.rivals
         within = [] if outcome.within_budget is None else [outcome.within_budget]
         data, known = self._calibration.data, [*(step.pattern for step in steps), *patterns.values(), *within]

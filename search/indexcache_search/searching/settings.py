@@ -8,9 +8,10 @@ from fractions import Fraction
 
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.objectives import Objective
-from indexcache_search.strategies.base import BudgetGoal, ExtraBudget, Goal, Strategy, TimeGoal
+from indexcache_search.strategies.base import BudgetRequest, Goal, Strategy, TimeGoal
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.strategies.budget.pricing import priced, table_of
+from indexcache_search.strategies.budget.search import BudgetSearch
 from indexcache_search.strategies.lazy import Lazy
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.pattern import full_layer_count
@@ -52,44 +53,24 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a search, before the model is known.
+class TimeBudget(BudgetRequest):
+    """A prefill time that a pattern may take, which may have blocks of queries.
 
     Attributes:
-        retain: retentions to search; the first is the pattern file's default, unless there is a budget.
-        strategy: how patterns are found; `BudgetSearch` with `prefill`, that of `bytes` with it.
-        objective: what is minimised.
-        prefill: a prefill time that a pattern with blocks of queries may take.
-        queries: sizes of those blocks.
+        prefill: the time.
+        queries: sizes of blocks.
         decode: a time of decoding steps that it may take; by the table of `prefill` where it names none.
-        bytes: what decoding steps of a pattern may read, by the option of an extension.
     """
 
-    retain: tuple[Fraction, ...]
-    strategy: Strategy = field(default_factory=Lazy)
-    objective: Objective = "kl"
-    prefill: Budget | None = None
+    option = "--prefill"
+    strategy = BudgetSearch
+
+    prefill: Budget
     queries: tuple[int, ...] = BLOCKS
     decode: Budget | None = None
-    bytes: ExtraBudget | None = None
 
-    def goal(self, model: ModelLayers) -> Goal:
-        """Return the goal of the search on `model`, checked before anything expensive.
-
-        Raises:
-            SearchError: if it can't be reached, or a search would not end.
-        """
-        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
-        goal = Goal(native=model.native, full_layers=full_layers, budget=self._budget(model))
-        self.strategy.check(goal)
-        return goal
-
-    def _budget(self, model: ModelLayers) -> BudgetGoal | None:
-        """See `Goal.budget`."""
-        if self.bytes is not None:
-            return self.bytes.goal(model)
-        if self.prefill is None:
-            return None
+    def goal(self, model: ModelLayers) -> TimeGoal:
+        """See `BudgetRequest.goal`."""
         if model.dense:
             raise SearchError("--prefill is about indexers, the model is dense")
         queries = tuple(sorted({number for number in self.queries if number <= model.index_topk}))
@@ -109,10 +90,38 @@ class Settings:
         most = len(native.full_layers)
         if self.decode is None:
             return most
-        named = self.decode.table or (None if self.prefill is None else self.prefill.table)
-        prices = replace(self.decode, table=named).prices(model)
+        prices = replace(self.decode, table=self.decode.table or self.prefill.table).prices(model)
         for count in range(most, 0, -1):
             if prices.decode_share(native.keeping(native.full_layers[:count]), native) <= self.decode.share:
                 return count
         least = prices.decode_share(native.keeping(native.full_layers[:1]), native)
         raise SearchError(f"--decode is {self.decode.share:g}, expected at least {least:.3f}: what one F layer takes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a search, before the model is known.
+
+    Attributes:
+        retain: retentions to search; the first is the pattern file's default, unless there is a budget.
+        strategy: how patterns are found; with a budget its own.
+        objective: what is minimised.
+        budget: within which a further pattern is found.
+    """
+
+    retain: tuple[Fraction, ...]
+    strategy: Strategy = field(default_factory=Lazy)
+    objective: Objective = "kl"
+    budget: BudgetRequest | None = None
+
+    def goal(self, model: ModelLayers) -> Goal:
+        """Return the goal of the search on `model`, checked before anything expensive.
+
+        Raises:
+            SearchError: if it can't be reached, or a search would not end.
+        """
+        full_layers = {retention: full_layer_count(model.num_layers, retention) for retention in self.retain}
+        budget = None if self.budget is None else self.budget.goal(model)
+        goal = Goal(native=model.native, full_layers=full_layers, budget=budget)
+        self.strategy.check(goal)
+        return goal

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import ExtraBudget, Strategy
-from indexcache_search.strategies.budget.search import BudgetSearch
+from indexcache_search.strategies.base import BudgetRequest, Strategy
 from indexcache_search.strategies.exhaustive import Exhaustive
 from indexcache_search.strategies.greedy import Greedy
 from indexcache_search.strategies.lazy import Lazy
@@ -38,22 +37,19 @@ def strategies() -> dict[str, type[Strategy]]:
     return found
 
 
-def strategy_of(
-    name: str = DEFAULT_STRATEGY, *, in_time: bool = False, budget: ExtraBudget | None = None, **settings: Any
-) -> Strategy:
-    """Return a strategy with its settings; `in_time` or with a `budget` if a pattern within it is looked for, too.
+def strategy_of(name: str = DEFAULT_STRATEGY, *, budget: BudgetRequest | None = None, **settings: Any) -> Strategy:
+    """Return a strategy with its settings; with a `budget` one that looks for a pattern within it, too.
 
     Raises:
         KeyError: if there is no such strategy.
         TypeError: if it has no such setting, see `Strategy.settings`.
         SearchError: if it can't look for one.
     """
-    if not in_time and budget is None:
+    if budget is None:
         return strategies()[name](**settings)
-    kind, option = (BudgetSearch, "--prefill") if budget is None else (budget.strategy, budget.option)
-    if name != kind.name or settings.pop("swaps", 0):
-        raise SearchError(f"{option} needs --strategy {kind.name}, without swaps")
-    return kind(**settings)
+    if name != budget.strategy.name or settings.pop("swaps", 0):
+        raise SearchError(f"{budget.option} needs --strategy {budget.strategy.name}, without swaps")
+    return budget.strategy(**settings)
 
 
 def measured_strategies(dense: bool) -> list[MeasuredStrategy]:

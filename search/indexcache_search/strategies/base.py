@@ -101,6 +101,14 @@ class Goal:
         return sum(range(self.fewest, len(self.native.full_layers)))
 
 
+def ignored(*_: object) -> None:
+    """Do nothing where nobody listens."""
+
+
+OnStep = Callable[[Step, tuple[Step, ...]], None]
+OnPattern = Callable[[Fraction, dict[Fraction, Pattern]], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Goal of a search, and tools to reach it.
@@ -119,9 +127,9 @@ class Problem:
     judge: Judge
     engine: str
     measured: Callable[[str], NDArray[np.float64] | None]
-    on_step: Callable[[Step, tuple[Step, ...]], None]
-    on_pattern: Callable[[Fraction, dict[Fraction, Pattern]], None]
-    notice: Callable[[str], None]
+    on_step: OnStep = ignored
+    on_pattern: OnPattern = ignored
+    notice: Callable[[str], None] = ignored
 
     def needed(self, name: str) -> NDArray[np.float64]:
         """Return a matrix that a strategy requires.
@@ -194,11 +202,11 @@ class Strategy(ABC):
         """
 
 
-class ExtraBudget(ABC):
-    """A budget of an extension, by an option of indexcache-search.
+class BudgetRequest(ABC):
+    """A budget that a search is asked for, before the model is known.
 
     Attributes:
-        option: the option's flag.
+        option: the flag of its option of indexcache-search.
         strategy: finds the pattern within it, in the place of the default strategy.
     """
 

@@ -29,12 +29,8 @@ class LazyFlips:
     interact, so the `F` layer above the last flip is always evaluated: its source has just changed. A flip that on half
     of the sequences is clearly worse than the best so far, and dearer than the best is on all, runs no further.
 
-    A step is not raced on fewer sequences, where some flip always looks cheaper than it is, and flips are permanent.
-
-    Args:
-        start: first pattern of the search.
-        judge: compares patterns.
-        flips: minimum number of flips that a step evaluates, besides the layer above the last flip.
+    A step is not raced on fewer sequences, where some flip always looks cheaper than it is, and flips are permanent. It
+    evaluates at least `flips`, besides the layer above the last flip.
 
     Attributes:
         pattern: the current pattern.

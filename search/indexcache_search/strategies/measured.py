@@ -25,12 +25,7 @@ class MeasuredStrategy(DirectStrategy):
 
     @abstractmethod
     def pattern(self, matrix: NDArray[np.float64], full_layers: int, native: Pattern) -> Pattern:
-        """Derive a pattern from `matrix`.
-
-        Args:
-            matrix: the measurement.
-            full_layers: number of layers that are not shared, layer 0 included.
-            native: the model's own pattern.
+        """Derive a pattern with so many layers that are not shared, layer 0 included, from `matrix`.
 
         Raises:
             SearchError: if fewer layers can go unshared.

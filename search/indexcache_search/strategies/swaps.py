@@ -21,12 +21,8 @@ GAIN = 0.5  # standard errors by which a swap must cost less in the last check
 class Flips:
     """Costs of flipping single layers of a pattern, on the most informative rows: one pattern per layer.
 
-    A swap costs about the sum of its two flips.
-
-    Args:
-        pattern: pattern whose layers are flipped; it runs on all sequences.
-        native: the checkpoint's own pattern; its `S` layers stay.
-        judge: evaluates patterns.
+    A swap costs about the sum of its two flips. The pattern runs on all sequences; the `S` layers of `native`, the
+    checkpoint's own, stay.
     """
 
     def __init__(self, pattern: Pattern, native: Pattern, judge: Judge) -> None:
@@ -71,12 +67,6 @@ def improve(pattern: Pattern, native: Pattern, judge: Judge, tries: int) -> Iter
     """Swap layers of `pattern` while the loss falls by more than the standard error of the difference.
 
     The `tries` best swaps by `Flips` are raced, and all moves of an `F` to the next layer, where sums mislead most.
-
-    Args:
-        pattern: first pattern.
-        native: the checkpoint's own pattern; its `S` layers stay.
-        judge: compares patterns.
-        tries: swaps per round, besides moves to the next layer.
     """
     while True:
         ranked = Flips(pattern, native, judge).ranked(pattern.neighbours(native.shared_layers))

@@ -9,7 +9,7 @@ from indexcache_dense.strategies.page_bytes import PageBytes, PageGoal
 from indexcache_dense.strategies.page_search import PageSearch
 from indexcache_search.cli.bounded import ShareAt
 from indexcache_search.errors import SearchError
-from indexcache_search.strategies.base import ExtraBudget
+from indexcache_search.strategies.base import BudgetRequest
 from sglang_indexcache import ModelLayers
 
 
@@ -21,7 +21,7 @@ class ByteShare(ShareAt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByteBudget(ExtraBudget):
+class ByteBudget(BudgetRequest):
     """Bytes that a decode step may read of keys and values, relative to layers that are all D."""
 
     option = "--bytes"
@@ -30,7 +30,7 @@ class ByteBudget(ExtraBudget):
     share: ByteShare
 
     def goal(self, model: ModelLayers) -> PageGoal:
-        """See `ExtraBudget.goal`: a pattern with F layers beside D."""
+        """See `BudgetRequest.goal`: a pattern with F layers beside D."""
         selection, share = model.native.selection, self.share
         if not isinstance(selection, Selection):
             raise SearchError("--bytes is about pages of dense models, the model has indexers")

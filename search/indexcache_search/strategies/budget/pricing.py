@@ -75,11 +75,7 @@ def column(
 ) -> Prices | None:
     """Return latencies of the longest prompts for a column of speeds; `None` without a table of the model's shape.
 
-    Args:
-        model: description of the model.
-        notice: hears why there are none, where its architecture has a table.
-        named: name or file of a table, see `table_of`.
-        place: where the model runs.
+    `notice` hears why there are none, where its architecture has a table. `named`: see `table_of`.
     """
     try:
         table = table_of(model, named)

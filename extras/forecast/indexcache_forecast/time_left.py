@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from indexcache_forecast.forecast import reckoned
+from indexcache_forecast.stand_in import Pace
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.searching.begin import Begun
-from indexcache_search.searching.forecast import reckoned
-from indexcache_search.searching.stand_in import Pace
+from indexcache_search.searching.forecasts import Elapsed
 
 _FIRST = 3.0  # seconds before which nothing is said: a search that is over by then needs none of it
 _DUTY, _PATIENCE = 0.02, 2.0  # share of the time that looking ahead may take later, and seconds that a look may
@@ -22,7 +23,7 @@ _UNITS = ((90, 5, 1, "s"), (5400, 1, 60, "min"), (172_800, 1, 3600, "h"), (math.
 """For times below so many seconds: the step to which they are rounded, the unit's seconds and its name."""
 
 
-class TimeLeft:
+class TimeLeft(Elapsed):
     """Simulates the rest of a search now and then, by the time that evaluations of this run take.
 
     Before the first that this run did, nothing is said of time: those of an earlier one may be another machine's.
@@ -33,24 +34,19 @@ class TimeLeft:
     """
 
     def __init__(self, begun: Begun, clock: Callable[[], float] = time.monotonic) -> None:
-        self._begun, self._clock = begun, clock
-        self._start = self._last = clock()
+        super().__init__(clock)
+        self._begun, self._last = begun, self._start
         self._records, self._next = begun.journal.records, _FIRST
         self._recent: deque[tuple[float, Evaluation]] = deque(maxlen=_RECENT)
         self._pace = Pace(0.0, 0.0, 0.0)
         self._done = self._low = self._high = 0.0  # seconds at it: behind (0: not known), and bounds of those ahead
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds of this run."""
-        return max(self._clock() - self._start, 0.0)
-
     def pause(self) -> None:
-        """Don't count the time since the last evaluation as one of the next."""
+        """See `Elapsed.pause`."""
         self._last = self._clock()
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Take an evaluation into account, which just ran or which the journal had."""
+        """See `Elapsed.evaluated`."""
         records, self._records = self._records, self._begun.journal.records
         if self._records > records:
             self._recent.append((max(self._clock() - self._last, 0.0), evaluation))
@@ -91,11 +87,15 @@ class TimeLeft:
         low, high = (left * rate - idle for left in (self._low, self._high))
         return (max(low, 0.0), high) if high > 0 else None
 
-    def __str__(self) -> str:
-        (minutes, seconds), share, left = divmod(int(self.elapsed), 60), self.share, self.left
-        done = "running for" if share is None else f"{_span(*(min(int(100 * item), 99) for item in share))} % done in"
-        rest = "time left not known" if left is None else f"{time_words(*left)} left"
-        return f"{done} {minutes // 60}:{minutes % 60:02}:{seconds:02}, {rest}"
+    def done(self) -> str:
+        """See `Elapsed.done`."""
+        share = self.share
+        return super().done() if share is None else f"{_span(*(min(int(100 * item), 99) for item in share))} % done in"
+
+    def rest(self) -> str:
+        """See `Elapsed.rest`."""
+        left = self.left
+        return super().rest() if left is None else f"{time_words(*left)} left"
 
 
 def time_words(low: float, high: float) -> str:

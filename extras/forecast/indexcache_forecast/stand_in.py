@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from indexcache_search.data.tokens import TokenSet
+from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.searching.begin import Begun
@@ -150,3 +152,13 @@ class StandIn:
                 means[layer] = measured.get(layer, rng.choice(list(measured.values())))
         noise = rng.standard_normal((count, data.num_sequences))
         return np.asarray(means[:, None] * np.exp(_DIFFERENCE * noise - _DIFFERENCE**2 / 2))
+
+
+class Draft(Journal):
+    """A copy of a journal's evaluations, which is in memory alone and goes its own way."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._evaluations, self.records = dict(journal._evaluations), journal.records
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        """Write nothing."""

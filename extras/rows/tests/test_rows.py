@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from indexcache_rows.chats import Chat
 from indexcache_search import demo
 from indexcache_search.data import templates
-from indexcache_search.data.chats import Chat, Text
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.shapes import Section, shape_of
+from indexcache_search.data.shapes import Section, Text, shape_of
 from indexcache_search.data.templates import RowOptions, read_template
 from indexcache_search.errors import DataError, RowError
 from indexcache_search.eval.tasks import sample

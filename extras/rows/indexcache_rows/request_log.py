@@ -1,7 +1,7 @@
 """SGLang's request log (`--log-requests`), in JSON or as text, alone or among other lines of a server's output.
 
-The one reader of it: `LINES` knows its files by their names, `finished` finds the request of a line, and `Finished`
-says what a request is, so that each who reads it takes what is of use there.
+The one reader of it: `finished` finds the request of a line, and `Finished` says what a request is, so that each who
+reads it takes what is of use there.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
-from indexcache_search.data.chats import Cell
+from indexcache_search.data.formats import LogFormat, Record
+from indexcache_search.data.shapes import Cell
 from indexcache_search.errors import RowError
 from sglang_indexcache.io.errors import one_line
 
-FLAGS = "--log-requests --log-requests-level 3"
 CUT = "its log is cut, expected --log-requests-level 3"
-LINES = re.compile(r"\.(?P<kind>jsonl|ndjson|log)([.-][\dT:_.-]*\d)?(\.gz)?$", re.IGNORECASE)
-"""Names of files of lines, also as SGLang (every hour) and logrotate rename and compress them."""
-
 EVENT, FINISHED = "event", "request.finished"
 _JSON = re.compile(r'\{"timestamp":\s*"[^"]*",\s*"event":\s*"(request\.[a-z.]+)"')
 _TEXT = re.compile(r"(?:^|\] )Finish: obj=\w+\(")
@@ -133,17 +129,6 @@ def _unlike(sent: Mapping[str, Any], is_half: bool) -> str | None:
     return None
 
 
-def is_named(path: Path) -> bool:
-    """Return true for the name of a log, also of one that was renamed."""
-    found = LINES.search(path.name)
-    return found is not None and found["kind"].lower() == "log"
-
-
-def is_line(line: str) -> bool:
-    """Return true for a line of a request log."""
-    return any(pattern.search(line) for pattern in (_JSON, _TEXT, _OTHER))
-
-
 def is_cut(value: Any) -> bool:
     """Return true for token ids or a text of which level 2 shows both ends alone."""
     if isinstance(value, str):
@@ -217,3 +202,29 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"{name} is {type(value).__name__}, expected an object")
     return value
+
+
+class SglangLog(LogFormat):
+    """The requests of clients that a log finishes; other lines may stand there, and a last one be cut."""
+
+    def is_line(self, line: str) -> bool:
+        """See `LogFormat.is_line`."""
+        return any(pattern.search(line) for pattern in (_JSON, _TEXT, _OTHER))
+
+    def requests(self, lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
+        """See `LogFormat.requests`."""
+        for number, line in enumerate(lines, 1):
+            record = finished(line)
+            if isinstance(record, RowError) and not line.endswith("\n"):
+                continue  # still being written
+            if record is not None and not _is_nobodys(record):
+                yield number, record
+
+
+def _is_nobodys(record: Record) -> bool:
+    """Return true for a finished request that no client sent, or that was aborted."""
+    try:
+        request = None if isinstance(record, RowError) else Finished.of(record)
+    except RowError:
+        return False
+    return not isinstance(record, RowError) and (request is None or request.aborted)

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_forecast.forecast import Forecast, forecast_of
+from indexcache_forecast.forecaster import StandInForecaster
+from indexcache_forecast.stand_in import Draft
 from indexcache_search.cli.search import app
 from indexcache_search.engines.sglang import SglangEngine
 from indexcache_search.evaluation.identity import identity, today
 from indexcache_search.evaluation.journal import Journal
-from indexcache_search.evaluation.losses import Evaluation
+from indexcache_search.searching import forecasts
 from indexcache_search.searching.begin import Begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
-from indexcache_search.searching.forecast import Forecast, forecast_of
-from indexcache_search.searching.settings import Settings
-from indexcache_search.strategies import strategy_of
-from scripts.bench.search.simulated import SimulatedEngine, Structure
+from scripts.bench.search.simulated import Structure
+from sglang_indexcache import Pattern
+from tests.search.clocked import ClockedEngine, settings_of
+from tests.search.test_journal import EVALUATION
+from tests.search.test_journal import journal as journal_in
 from tests.search.test_search import arguments
-
-FULL, SHARED, REST = 0.020, 0.011, 0.05  # seconds of a layer, and of all else of a sequence
-
-
-class ClockedEngine(SimulatedEngine):
-    """A simulated model whose evaluations say what they would take on a server, which runs every layer."""
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Iterator[Evaluation]:
-        for item in super().evaluate(*args, **kwargs):
-            shared = len(item.pattern.shared_layers)
-            each = FULL * (self.model.num_layers - shared) + SHARED * shared + REST
-            yield replace(item, seconds=each * len(item.rows))
-
-
-def settings_of(name: str) -> Settings:
-    return Settings(retain=(Fraction(1, 2), Fraction(1, 4)), strategy=strategy_of(name), objective="nll")
 
 
 @pytest.mark.parametrize(
@@ -146,3 +132,25 @@ def test_the_command_estimates_and_the_search_goes_on(model_folder: Path, token_
 def test_flags_that_do_not_go_together(flags: list[str], line: str) -> None:
     done = CliRunner().invoke(app, flags)
     assert done.exit_code == 2 and line in " ".join(done.output.split())
+
+
+def test_a_draft_goes_its_own_way_and_writes_nothing(tmp_path: Path) -> None:
+    other = replace(EVALUATION, pattern=Pattern("FSS"))
+    with journal_in(tmp_path) as first:
+        first.add_evaluation("calibration", EVALUATION)
+        before, draft = first.path.read_bytes(), Draft(first)
+        draft.add_evaluation("calibration", other)
+        first.add_evaluation("held-out", EVALUATION)
+        assert draft.known("calibration") == [EVALUATION, other] and draft.known("held-out") == []
+        assert first.known("calibration") == [EVALUATION] and (first.records, draft.records) == (2, 2)
+        assert first.path.read_bytes().startswith(before) and b"FSS" not in first.path.read_bytes()
+
+
+def test_without_a_forecaster_the_time_left_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert isinstance(forecasts._forecaster(), StandInForecaster)
+    monkeypatch.setattr(forecasts, "extensions", lambda group, kind: {})
+    done = CliRunner().invoke(app, ["--estimate", "--output", str(tmp_path / "out")])
+    assert done.exit_code == 2 and "--estimate needs an extension that is not installed" in done.output
+    begun: Any = None
+    assert str(forecasts.time_left(begun)) == "running for 0:00:00, time left not known"
+    assert forecasts.time_left(begun).share is None and not (tmp_path / "out").exists()

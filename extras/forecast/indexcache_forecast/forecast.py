@@ -20,15 +20,14 @@ import psutil
 from numpy.typing import NDArray
 from rich.text import Text
 
+from indexcache_forecast.stand_in import Draft, Pace, StandIn
 from indexcache_search.engines.base import OVERLAP, TimesPrompts
-from indexcache_search.evaluation.journal import Draft
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.job import SearchJob
 from indexcache_search.searching.matrices import MATRIX_SEQUENCES
 from indexcache_search.searching.search import Search
-from indexcache_search.searching.stand_in import Pace, StandIn
 from indexcache_search.strategies import measured_strategies
 from sglang_indexcache.command_line import error_context
 

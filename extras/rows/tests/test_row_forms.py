@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.data.chats import Chat, Text
+from extras.rows.tests.test_rows import CALL, TOOL, turns
+from extras.rows.tests.test_rows import CALLED as _CALLED
+from indexcache_rows.chats import Chat
 from indexcache_search.data.folders import data_files
 from indexcache_search.data.formats import records
 from indexcache_search.data.reader import TokenReader
-from indexcache_search.data.shapes import Section, shape_of
+from indexcache_search.data.shapes import Section, Text, shape_of
 from indexcache_search.data.sources import rows
 from indexcache_search.errors import DataError, RowError
-from tests.search.test_rows import CALL, TOOL, turns
-from tests.search.test_rows import CALLED as _CALLED
 
 QUESTION, ANSWER = turns("How?", "So.")
 CALLED: dict[str, Any] = _CALLED

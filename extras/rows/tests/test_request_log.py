@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import indexcache_rows
 import indexcache_search
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.errors import DataError
@@ -138,7 +139,8 @@ def test_a_list_of_requests_is_a_log_for_both(tmp_path: Path) -> None:
 
 def test_one_module_knows_what_the_log_says() -> None:
     """Two that did so told batches, images and halves apart each in its own way."""
-    package = Path(indexcache_search.__file__).parent
+    packages = [Path(item.__file__).parent for item in (indexcache_search, indexcache_rows)]
     words = ("request.finished", "bootstrap_room", "finish_reason", "prompt_token_ids", "lora_path")
-    knowing = [path for path in package.rglob("*.py") if any(f'"{word}"' in path.read_text() for word in words)]
-    assert [path.relative_to(package).as_posix() for path in knowing] == ["data/request_log.py"]
+    files = [path for package in packages for path in package.rglob("*.py")]
+    knowing = [path for path in files if any(f'"{word}"' in path.read_text() for word in words)]
+    assert [path.relative_to(packages[1]).as_posix() for path in knowing] == ["request_log.py"]

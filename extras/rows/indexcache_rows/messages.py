@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import replace
+from typing import Any
 
-from indexcache_search.data.responses import as_message
+from indexcache_rows.chats import Chat, Message
+from indexcache_rows.responses import as_message
+from indexcache_search.data.shapes import Cell, Text, kind, one_of, string
 from indexcache_search.errors import RowError
-
-Message = dict[str, Any]
 
 _ROLES = {
     "assistant": "assistant gpt chatgpt bing bard model bot chatbot ai",
@@ -27,48 +27,6 @@ _ROLE_OF = {word: role for role, words in _ROLES.items() for word in words.split
 _ROLE_OF |= dict.fromkeys((*_CALLS, *_THINKS), "assistant")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
-
-
-class Cell(NamedTuple):
-    """A value, and the user's name of where it stands, for messages."""
-
-    value: Any
-    name: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text to tokenize.
-
-    Attributes:
-        text: all of it.
-        replies: spans that a model wrote, `[start, end)` in characters.
-        ended: true if no end token is to follow, since a template wrote its own.
-    """
-
-    text: str
-    replies: tuple[tuple[int, int], ...]
-    ended: bool = False
-
-    @classmethod
-    def of(cls, prompt: str, reply: str) -> Self:
-        """Join a prompt and a model's reply unchanged."""
-        return cls(prompt + reply, ((len(prompt), len(prompt) + len(reply)),))
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation for the tokenizer's chat template.
-
-    Attributes:
-        messages: each has `role` and a string `content`; arguments of an assistant's tool calls are objects.
-        tools: functions the assistant may call, in OpenAI's form.
-        plain: text to use where the tokenizer has no template; `None` if there is none.
-    """
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    plain: Text | None = None
 
 
 def pair(prompt: str, reply: str, *, system: Cell | None = None, before: Sequence[Message] = ()) -> Chat:
@@ -134,17 +92,6 @@ def _joined(first: Message, second: Message) -> Message:
     return both
 
 
-def string(value: Any, name: str) -> str:
-    """Return `value` if it is a string.
-
-    Raises:
-        RowError: if not.
-    """
-    if not isinstance(value, str):
-        raise RowError(f"{name} is {kind(value)}, expected a string")
-    return value
-
-
 def parsed(value: Any, name: str, expected: type[list[Any]] | type[dict[str, Any]]) -> Any:
     """Return `value`, or the value it holds as JSON, if it has the type `expected`.
 
@@ -161,25 +108,6 @@ def parsed(value: Any, name: str, expected: type[list[Any]] | type[dict[str, Any
     if not isinstance(found, expected):
         raise RowError(f"{name} is {kind(found)}, expected {what}")
     return found
-
-
-def kind(value: Any) -> str:
-    """Return the name of a value's type, for error messages."""
-    return "null" if value is None else type(value).__name__
-
-
-def one_of(item: Mapping[str, Any], names: Sequence[str], where: str = "") -> Cell:
-    """Return the value under whichever of several synonymous `names` is set; without any, null under the first.
-
-    Raises:
-        RowError: if two of them hold different values.
-    """
-    found = [name for name in names if item.get(name) is not None]
-    for name in found[1:]:
-        if item[name] != item[found[0]]:
-            raise RowError(f"{where}{found[0]} and {where}{name} differ, expected one of them")
-    here = found or [name for name in names if name in item] or names
-    return Cell(item.get(here[0]), f"{where}{here[0]}")
 
 
 def _message(item: Mapping[str, Any], place: str) -> tuple[str, Message]:

@@ -1,0 +1,1 @@
+"""How long a search takes, and its tests."""

@@ -1,0 +1,1 @@
+"""Rows of data that are conversations or answers, logs of requests, and their tests."""
