@@ -1,11 +1,10 @@
-"""A comparison as numbers, as a table and as a page."""
+"""A comparison as numbers and as tables."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 
 import numpy as np
 from rich.table import Table
@@ -16,10 +15,8 @@ from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.table import tabulated
 from indexcache_search.eval.verdict import findings
 from indexcache_search.evaluation import estimates
-from indexcache_search.report.frontier import environment, section, spelt
-from indexcache_search.report.points import estimated, timed
-from indexcache_search.report.search.figures import changes_figure
-from indexcache_search.results import speed_table, tables
+from indexcache_search.results import tables
+from indexcache_search.results.pages import pages
 from indexcache_search.results.schema import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.strategies.budget.layers import Prices
@@ -116,26 +113,7 @@ def ever() -> str:
 
 
 def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> dict[str, str]:
-    """Render the contents of `FILES`, by name; `figures` are SVG texts of a study, by their titles."""
-    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result, figures)), strict=True))
-
-
-def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
-    """Render a self-contained page."""
-    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    held_out = result.held_out
-    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
-    measured = [row for row in result.speed if row.source == "measured"]
-    noun = "servers" if held_out.rows[0].pattern is None else "patterns"
-    return template.render(
-        result=result,
-        noun=noun,
-        columns=tables.columns(held_out),
-        rows=rows,
-        figure=changes_figure(held_out),
-        figures=figures,
-        frontier=section(timed(held_out, measured) or estimated(held_out), spelt, noun),
-        prices=tables.speed_line(held_out),
-        speed_title=speed_table.title(result.speed) if result.speed else "",
-        speed=speed_table.lines(result.speed, held_out) if result.speed else [],
-    )
+    """Render the contents of `FILES`, by name, see `Pages`; `figures` are SVG texts of a study, by their titles."""
+    data, page = FILES
+    made, content = pages(), json.dumps(result.as_json(), indent=1) + "\n"
+    return {data: content, **({} if made is None else {page: made.comparison(result, figures)})}

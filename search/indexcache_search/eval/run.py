@@ -27,6 +27,7 @@ from indexcache_search.evaluation.identity import engine_identity, engine_words,
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
 from indexcache_search.results import speed_table, tables
+from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
 from indexcache_search.strategies.budget.layers import Prices
@@ -47,6 +48,8 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
     candidates, output = job.candidates, job.output
     candidates.check()
     set_quiet()
+    if pages() is None and not job.data.only_shown:
+        warn(job.console, f"{result.FILES[1]} is {UNWRITTEN}")
     reads = {"--model": [job.model], **candidates.reads(), **job.data.reads()}
     with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.ever()) as out:
         begun = _begun(job)
@@ -199,4 +202,5 @@ def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
         out.print(table)
     for line in comparison.findings:
         out.print(line, soft_wrap=True)
-    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)
+    written = result.FILES if pages() is not None else result.FILES[:1]
+    out.print(f"Wrote {', '.join(str(output / name) for name in written)}", soft_wrap=True)

@@ -12,9 +12,10 @@ from functools import partial
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
 from indexcache_search.eval.table import tabulated
+from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import SearchResult, SpeedRow
 from indexcache_search.results.variant import BASELINE, VariantLosses
-from indexcache_search.searching import metrics, model_card
+from indexcache_search.searching import metrics
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.job import SearchJob
@@ -39,6 +40,8 @@ def run(job: SearchJob) -> SearchResult:
         IndexCacheError: if a request can't be met.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
+    if pages() is None:
+        warn(job.console, f"{REPORT} and {CARD} are {UNWRITTEN}")
     with begun(job) as (search, out):
         budget = search.goal.budget
         if isinstance(budget, TimeGoal) and (unlike := budget.prices.unlike):
@@ -51,15 +54,12 @@ def run(job: SearchJob) -> SearchResult:
 
 
 def texts(result: SearchResult, model: str) -> dict[str, str]:
-    """Return the contents of pattern.yaml, metrics.json, report.html and README.md, by name."""
-    from indexcache_search.report.search import render  # matplotlib takes a second to import
-
-    named = ModelName.parse(model)
+    """Return the contents of pattern.yaml, metrics.json, report.html and README.md, by name; see `Pages`."""
+    named, made = ModelName.parse(model), pages()
     return {
         PATTERN: result.pattern_file.dumps(),
         METRICS: json.dumps(result.as_json(), indent=1) + "\n",
-        REPORT: render(result, named.repository if named.folder is None else "MODEL"),
-        CARD: model_card.render(result, named.repository if named.folder is None else None),
+        **({} if made is None else made.search(result, named.repository if named.folder is None else None)),
     }
 
 

@@ -10,12 +10,12 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from indexcache_report.advice import ALLOWANCE, ALLOWANCES
+from indexcache_report.drawing import BLUE, GREEN, GREY, plain, svg
+from indexcache_report.points import Frontier, Point
+from indexcache_report.words import words_of
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.report.advice import ALLOWANCE, ALLOWANCES
-from indexcache_search.report.drawing import BLUE, GREEN, GREY, plain, svg
-from indexcache_search.report.points import Frontier, Point
 from indexcache_search.results.variant import BASELINE, NAMED
-from indexcache_search.results.words import words_of
 
 LINEAR = 0.01  # nats up to which the axis of losses is linear; above it is logarithmic
 TICKS = (-1.0, -0.1, -0.01, 0.0, 0.01, 0.1, 1.0, 10.0, 100.0)

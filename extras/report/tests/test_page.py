@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.eval import result
+from indexcache_report import comparison
+from indexcache_report.advice import ALLOWANCES, choose, less_likely
+from indexcache_report.figures import chart
+from indexcache_report.frontier import section, spelt
+from indexcache_report.points import Frontier, Point, Speed, estimated, timed
+from indexcache_report.search import render
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.report.advice import ALLOWANCES, choose, less_likely
-from indexcache_search.report.figures import chart
-from indexcache_search.report.frontier import section, spelt
-from indexcache_search.report.points import Frontier, Point, Speed, estimated, timed
-from indexcache_search.report.search import render
 from indexcache_search.results.schema import GainResult, HeldOut, SpeedRow, Spread
 from indexcache_search.results.variant import Kind
 from indexcache_search.strategies.budget.table import LatencyTable
@@ -264,7 +264,7 @@ def test_measured_times_of_servers_become_speeds() -> None:
 
 def test_the_page_of_a_comparison_shows_measured_times() -> None:
     compared = sample_comparison().model_copy(update={"held_out": of_servers(), "speed": TIMES})
-    page = result.render(compared)
+    page = comparison.render(compared)
     assert "Speeds were measured, by TTFT, the time to the first token: two GPUs" in page and "200 ms" in page
     assert "Speeds are estimates" not in page
 
@@ -320,7 +320,7 @@ def test_a_model_of_78_layers_has_a_page_below_a_megabyte() -> None:
     content["held_out"] |= {"sources": list(sources), "answer_sources": [], "prices": None}
     for line in content["held_out"]["rows"]:
         line["by_source"] = dict.fromkeys(sources, line["by_source"]["text.jsonl"])
-    for page in (render(sample_metrics(content)), result.render(sample_comparison(content))):
+    for page in (render(sample_metrics(content)), comparison.render(sample_comparison(content))):
         assert 50_000 < len(page.encode()) < 1_000_000
 
 
@@ -337,7 +337,7 @@ def test_a_served_pattern_is_named_by_the_file_or_by_letters() -> None:
     page = render(sample_metrics(priced_content()))
     assert "--indexcache-pattern pattern.yaml@1/2" in page.partition("frontier-data")[0]
     assert "--indexcache-pattern pattern.yaml@1/4" in page.partition("frontier-data")[2]  # with another limit
-    assert "--indexcache-pattern FFSSFSFS" in result.render(sample_comparison())
+    assert "--indexcache-pattern FFSSFSFS" in comparison.render(sample_comparison())
     dense = Point(names=("a",), kind="named", pattern="DSDS", full_layers=2, increases={}, speeds={})
     assert spelt(dense) is None
     given = replace(dense, served="--indexcache-pattern 'my dir/pattern.yaml@1/4' --attention-backend flashinfer")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import jinja2
 import yaml
 
-from indexcache_search.report.advice import ALLOWANCE, choose
-from indexcache_search.report.points import estimated
+from indexcache_report.advice import ALLOWANCE, choose
+from indexcache_report.points import estimated
+from indexcache_report.words import words_of
 from indexcache_search.results import tables
 from indexcache_search.results.schema import SearchResult
-from indexcache_search.results.words import counted, serving_flags, words_of
+from indexcache_search.results.words import counted, serving_flags
 from sglang_indexcache.io.errors import one_line
 
 TAGS = ("indexcache", "sparse-attention", "sglang")
@@ -37,11 +37,14 @@ def render(result: SearchResult, base_model: str | None) -> str:
     if base_model is not None:
         front_matter = {"base_model": base_model, **front_matter}
     environment = jinja2.Environment(  # noqa: S701 (Markdown; `_plain` escapes what has a meaning there)
-        undefined=jinja2.StrictUndefined, trim_blocks=True, finalize=_plain, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        finalize=_plain,
+        keep_trailing_newline=True,
+        loader=jinja2.PackageLoader("indexcache_report"),
     )
     environment.filters["counted"] = counted
-    template = environment.from_string(files(__package__).joinpath("model_card.md").read_text(encoding="utf-8"))
-    return template.render(
+    return environment.get_template("card.md").render(
         front_matter=_Markdown(yaml.safe_dump(front_matter, sort_keys=False)),
         name=base_model or file.model.name,
         model=_Markdown(one_line(shlex.quote(base_model or file.model.name))),

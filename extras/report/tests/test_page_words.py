@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from indexcache_search.eval import result
-from indexcache_search.report.frontier import environment, section, spelt
-from indexcache_search.report.search import render
-from indexcache_search.searching import model_card
+import pytest
+
+from extras.report.tests.test_page import frontier, point
+from indexcache_report import card as model_card
+from indexcache_report import comparison, words
+from indexcache_report.frontier import environment, section, spelt
+from indexcache_report.search import render
+from indexcache_search.errors import SearchError
 from tests.search.made_results import estimate, sample_comparison, sample_content, sample_metrics
-from tests.search.test_page import frontier, point
 
 
 def dense_content() -> dict[str, Any]:
@@ -34,7 +37,7 @@ def test_pages_of_dense_models_speak_of_pages_and_decoding() -> None:
     """They spoke of indexers and faster prompts, credited IndexCache, and left out the flags that serving needs."""
     found = sample_metrics(dense_content())
     card, report = model_card.render(found, "Qwen/Qwen3-8B"), render(found)
-    compared = result.render(sample_comparison(dense_content()))
+    compared = comparison.render(sample_comparison(dense_content()))
     for page in (card, report, compared):
         assert not re.search(r"indexer|prompts are read faster", page), page
     assert "[DELTA](https://arxiv.org/abs/2510.09883)" in card and "DELTA (2510.09883 on arXiv)" in report
@@ -58,13 +61,20 @@ def test_pages_of_models_with_indexers_are_as_ever() -> None:
     assert "[IndexCache](https://arxiv.org/abs/2603.12201)" in card and "flashinfer" not in card + report
 
 
+def test_without_an_extension_patterns_of_dense_models_have_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "extensions", lambda group, kind: {})
+    assert words.words_of(dense=False) is words.INDEXERS
+    with pytest.raises(SearchError, match="need an extension"):
+        words.words_of(dense=True)
+
+
 def test_one_of_something_has_no_plural() -> None:
     content = sample_content()
     content["pattern_file"]["search"]["evaluations"] = content["cost"]["evaluations"] = 1
     content["held_out"]["sequences"] = content["pattern_file"]["calibration"]["sequences"] = 1
     for page in (render(sample_metrics(content)), model_card.render(sample_metrics(content), None)):
         assert not re.search(r"\b1 (patterns|sequences)\b", page) and "1 pattern" in page and "1 sequence" in page
-    assert "1 sequence of" in result.render(sample_comparison(content))
+    assert "1 sequence of" in comparison.render(sample_comparison(content))
 
 
 def test_the_frame_and_the_legend_say_what_the_advice_does() -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import jinja2
 from markupsafe import Markup
 
-from indexcache_search.report.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely, lowest
-from indexcache_search.report.figures import Chart, chart
-from indexcache_search.report.points import Frontier, Point
+from indexcache_report.advice import ALLOWANCE, ALLOWANCES, choose, highest, less_likely, lowest
+from indexcache_report.figures import Chart, chart
+from indexcache_report.points import Frontier, Point
+from indexcache_report.words import words_of
 from indexcache_search.results import tables
 from indexcache_search.results.variant import BASELINE, PHASE
-from indexcache_search.results.words import counted, words_of
+from indexcache_search.results.words import counted
 from sglang_indexcache.pattern import DENSE
 
 SHORT = 12  # patterns that are listed before the others are folded away
@@ -27,7 +28,7 @@ def environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=jinja2.PackageLoader(__package__ or "indexcache_search.report"),
+        loader=jinja2.PackageLoader("indexcache_report"),
     )
     found.globals |= {
         "PHASE": PHASE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from indexcache_search.report.points import Frontier, Point
+from indexcache_report.points import Frontier, Point
 from indexcache_search.results.variant import BASELINE
 
 ALLOWANCES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

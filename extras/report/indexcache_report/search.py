@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
-from indexcache_search.report.frontier import environment, section, spelt
-from indexcache_search.report.points import Point, estimated
-from indexcache_search.report.search.figures import heat_map_figure, loss_figure
+from indexcache_report.frontier import environment, section, spelt
+from indexcache_report.points import Point, estimated
+from indexcache_report.search_figures import heat_map_figure, loss_figure
+from indexcache_report.words import words_of
 from indexcache_search.results import tables
 from indexcache_search.results.schema import SearchResult
-from indexcache_search.results.words import serving_flags, words_of
+from indexcache_search.results.words import serving_flags
 from sglang_indexcache import Pattern
 
 
 def render(result: SearchResult, model: str = "MODEL") -> str:
     """Render the page of a search of `model`, a hub id: no file beside it, no network."""
-    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    template = environment().get_template("search.html")
     held_out, search = result.held_out, result.pattern_file.search
     assert search is not None
     found = {str(row.pattern): row.retention for row in result.found}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from indexcache_search.eval import result
-from indexcache_search.report.search import render
+from indexcache_report import comparison
+from indexcache_report.search import render
 from tests.search.made_results import priced_content, sample_comparison, sample_content, sample_metrics
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     pages = {
         "report": render(sample_metrics(priced_content())),
-        "eval": result.render(sample_comparison()),
+        "eval": comparison.render(sample_comparison()),
         "without times": render(sample_metrics(sample_content())),
         "many sources": render(sample_metrics(of_six_sources())),
     }
