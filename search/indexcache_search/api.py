@@ -16,7 +16,8 @@ from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.candidates import Candidates
 from indexcache_search.eval.held_out import ComparisonData
-from indexcache_search.eval.job import ComparisonJob, SpeedOptions
+from indexcache_search.eval.job import ComparisonJob
+from indexcache_search.eval.speeds import SpeedOptions
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.schema import ComparisonResult, SearchResult
 from indexcache_search.searching.job import Files, SearchData, SearchJob

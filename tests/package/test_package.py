@@ -119,6 +119,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
         ("extras/lab/indexcache_lab", ["lab"]),
         ("extras/minimax/indexcache_minimax", ["minimax"]),
         ("extras/report/indexcache_report", ["report"]),
+        ("extras/speed/indexcache_speed", ["speed"]),
         ("extras/train/indexcache_train", ["train"]),
         ("extras/watch/indexcache_watch", ["watch"]),
     ],

@@ -110,8 +110,9 @@ if TYPE_CHECKING:
     ByteBudget: TypeAlias = Any
     Selection: TypeAlias = Any
     Selections: TypeAlias = Any
+    Speed: TypeAlias = Any
 else:
-    ByteBudget, Selection, Selections = map(extra_option, ("bytes", "selection", "selections"))
+    ByteBudget, Selection, Selections, Speed = map(extra_option, ("bytes", "selection", "selections", "speed"))
 Retain = Annotated[str, shares("Retentions of pattern files that are named without one.")]
 Calibration = Annotated[list[str] | None, sources("Calibration text")]
 HeldOut = Annotated[list[str] | None, sources("Held-out text")]

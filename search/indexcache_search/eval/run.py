@@ -20,8 +20,7 @@ from indexcache_search.eval import held_out, measure, result
 from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
 from indexcache_search.eval.job import ComparisonJob
 from indexcache_search.eval.measure import Compared
-from indexcache_search.eval.speed import servers
-from indexcache_search.eval.speed.estimate import estimated, prices_at
+from indexcache_search.eval.speeds import Estimates, speeds
 from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
@@ -74,12 +73,12 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A comparison whose data are read; `lines` are patterns, `prices` those of `--speed` without servers."""
+    """A comparison whose data are read; `lines` are patterns, `estimates` their speeds, if asked for."""
 
     model: ModelLayers
     lines: Sequence[Variant]
     built: ComparisonSet
-    prices: Sequence[Prices]
+    estimates: Estimates | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +102,14 @@ def _begun(job: ComparisonJob) -> _Begun | None:
     seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)
     check_seq_len(seq_len, config)
     _warn_of_whole(lines, seq_len, console)
-    speed_prices: list[Prices] = []
-    if speed is not None and candidates.endpoints:
-        if not data.only_shown:
-            servers.check(candidates.endpoints, speed.loads())
-    elif speed is not None:
-        speed_prices = prices_at(description, speed.contexts, speed.prices)
-        for unlike in dict.fromkeys(prices.unlike for prices in speed_prices if prices.unlike):
-            warn(console, f"--speed: reckoned as {speed_prices[0].table}, which this model is not: {unlike}")
+    estimates: Estimates | None = None
+    if speed is not None:
+        if (found := speeds()) is None:
+            raise SearchError("--speed needs an extension that is not installed")
+        if not candidates.endpoints:
+            estimates = found.estimates(description, speed, partial(warn, console))
+        elif not data.only_shown:
+            found.check(candidates.endpoints, speed)
     data = _with_reply(data, lines, seq_len, console)
     reader = TokenReader(lambda: load_tokenizer(job.model), config.vocab_size, seq_len, description.dense, data.rows)
     built = held_out.build(reader, description, data, seq_len, candidates.calibrated_on(specs))
@@ -121,7 +120,7 @@ def _begun(job: ComparisonJob) -> _Begun | None:
         warn(console, note)
     if built.left_out:
         warn(console, f"left out {built.left_out} documents that a {candidates.noun} was calibrated on")
-    return _Begun(description, lines, built, speed_prices)
+    return _Begun(description, lines, built, estimates)
 
 
 def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
@@ -133,11 +132,11 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
         task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
         compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
         unswitched.check()
-        if speed is not None:
-            task = progress.add_task("speed", total=len(speed.loads()))
+        if speed is not None and (timer := speeds()) is not None:
+            task = progress.add_task("speed", total=len(speed.loads))
             lines, done = [line.row.line for line in compared], partial(progress.advance, task)
             try:
-                for found in servers.measure(addresses, lines, speed.loads(), data.tokens.ravel(), done):
+                for found in timer.timed(addresses, lines, speed, pool=data.tokens.ravel(), done=done):
                     unswitched.check()
                     rows += found
             except IndexCacheError as error:
@@ -161,7 +160,7 @@ def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
         return _Measured(
             lines=compared,
             engine=engine_words(engine),
-            speed=estimated([line.row.line for line in compared], begun.prices),
+            speed=[] if begun.estimates is None else begun.estimates([line.row.line for line in compared]),
             prices=candidates.prices(model, say, None if job.speed is None else job.speed.prices),
         )
 

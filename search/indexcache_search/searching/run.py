@@ -11,6 +11,7 @@ from functools import partial
 
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
+from indexcache_search.eval.speeds import speeds
 from indexcache_search.eval.table import tabulated
 from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import SearchResult, SpeedRow
@@ -21,7 +22,6 @@ from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.job import SearchJob
 from indexcache_search.searching.pattern_writer import FileWriter
 from indexcache_search.searching.progress import SearchProgress
-from indexcache_search.searching.prompt_times import measured_times
 from indexcache_search.searching.search import Found, Listeners, Search
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Goal, Step, TimeGoal
@@ -90,10 +90,12 @@ class _Run:
                 rows.append(row)
                 self._progress.compared(row, rows[0])
         speed: list[SpeedRow] = []
-        if isinstance(engine, TimesPrompts):
+        if isinstance(engine, TimesPrompts) and (timer := speeds()) is not None:
             timed = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
             with self._timed("times of prompts"):
-                speed = measured_times(engine, timed, begun.held_out, begun.journal)
+                speed = timer.searched(engine, timed, begun.held_out, begun.journal)
+        elif isinstance(engine, TimesPrompts):
+            warn(self._progress.console, "prompts are not timed: that needs an extension which is not installed")
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
         prices = prices_of(engine, goal, partial(warn, self._progress.console))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.engines.timed_request import OPENING, Burst
 from indexcache_search.results.schema import GainResult, SpeedRow, Spread
 from indexcache_search.results.variant import Variant
+from indexcache_speed.timed_request import OPENING, Burst
 
 FEWEST_TURNS = 5
 _OUTSIDE = 1 / 16  # probability that an interval misses the true median: both ends of five turns

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,15 +16,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from indexcache_search import SpeedOptions, evaluate
 from indexcache_search.cli.evaluate import app
-from indexcache_search.engines.timed_request import OPENING, Burst, Timing, send
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.speed.estimate import estimated, prices_at
-from indexcache_search.eval.speed.servers import check
-from indexcache_search.eval.speed.turns import Load, Prompts, Timed, interval, measured
+from indexcache_search.eval import speeds
 from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from indexcache_search.strategies.budget.table import LatencyTable
+from indexcache_speed.estimate import estimated, prices_at
+from indexcache_speed.servers import check
+from indexcache_speed.timed_request import OPENING, Burst, Timing, send
+from indexcache_speed.turns import Load, Prompts, Timed, interval, measured
 from sglang_indexcache import Pattern
 from sglang_indexcache.families import describe
 from sglang_indexcache.http.address import Address
@@ -362,3 +366,21 @@ def test_mistakes_get_one_line(
 def test_prices_are_for_patterns(stubs: list[StreamingStub], tmp_path: Path) -> None:
     result = run(*of_servers(stubs, tmp_path), "--speed", "64:prices=glm-5-dp")
     assert result.exit_code == 2 and "--speed needs patterns, without --endpoint, for prices" in result.stderr
+
+
+@pytest.mark.parametrize("command", [True, False], ids=["option", "Python"])
+def test_without_the_extension_speed_is_refused(
+    command: bool, model_folder: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command:
+        code = "import sys; import importlib.metadata as m; old = m.entry_points;"
+        code += "m.entry_points = lambda **by: [e for e in old(**by) if not e.value.startswith('indexcache_speed.')];"
+        code += "from indexcache_search.__main__ import evaluate; sys.argv[1:] = ['--speed', '64']; evaluate()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert "'--speed': needs an extension that is not installed" in done.stderr
+        return
+    monkeypatch.setattr(speeds, "extensions", lambda group, kind: {})
+    asked: dict[str, Any] = {"model": model_folder, "evaluation": token_file, "patterns": "FSSFSS", "seq_len": 32}
+    with pytest.raises(SearchError, match="--speed needs an extension that is not installed"):
+        evaluate(output=tmp_path, speed=SpeedOptions(contexts=(64,)), **asked)
