@@ -21,6 +21,7 @@ from indexcache_search.console import messages
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob
 from indexcache_search.eval.result import ever
 from indexcache_search.eval.speeds import Speeds
+from indexcache_search.eval.tasks import Tasks
 from indexcache_search.results.pages import Pages
 from indexcache_search.strategies.base import Strategy
 from sglang_indexcache import Pattern, PatternFile, families
@@ -274,4 +275,5 @@ def test_all_of_ours_are_found() -> None:
     assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
     assert set(extensions("reports", Pages)) == {"html"}
     assert set(extensions("speeds", Speeds)) == {"prompts"}
-    assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections", "speed"}
+    assert set(extensions("tasks", Tasks)) == {"generated"}
+    assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections", "speed", "tasks"}

@@ -120,6 +120,7 @@ def test_a_base_install_says_what_the_server_and_its_check_need() -> None:
         ("extras/minimax/indexcache_minimax", ["minimax"]),
         ("extras/report/indexcache_report", ["report"]),
         ("extras/speed/indexcache_speed", ["speed"]),
+        ("extras/tasks/indexcache_tasks", ["tasks"]),
         ("extras/train/indexcache_train", ["train"]),
         ("extras/watch/indexcache_watch", ["watch"]),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +11,13 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEQUENCES, Bounds
-from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.cli.extra import with_options
 from indexcache_search.cli.help import MORE
 from indexcache_search.console import results, warn
 from indexcache_search.data import COMPARED
-from indexcache_search.errors import SearchError
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob, comparisons
-from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
@@ -58,23 +55,6 @@ Examples:
 {_EXAMPLES}{MORE}
 {exit_codes(f"a pattern or server is worse than {_GATES} allows, or a loss was not finite")}
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksChoice:
-    """Generated tasks; see `eval.tasks`."""
-
-    names: tuple[str, ...]
-    samples: Annotated[int, Bounds(2, 10_000)] = 16
-    haystack: str = "demo:text"
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        for name in self.names:
-            if name not in TASKS:
-                raise SearchError(f"there is no {name}, expected {', '.join(TASKS)}")
-            if self.names.count(name) > 1:
-                raise SearchError(f"{name} stands there twice, expected each task once")
 
 
 def _is_open(text: str) -> bool:
@@ -141,15 +121,7 @@ def evaluate(
     evaluation: options.HeldOut = None,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
-    tasks: Annotated[
-        TasksChoice | None,
-        settings(
-            TasksChoice,
-            f"Generated tasks: {', '.join(TASKS)}. Keys: samples (of each; 16), haystack (source of the text around"
-            " needles; demo:text), chat (yes: ask through the chat template).",
-            "NAME,...",
-        ),
-    ] = None,
+    tasks: options.Tasks = None,
     reply: options.Reply = None,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
