@@ -21,6 +21,7 @@ from indexcache_search.results.schema import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import WORK
+from sglang_indexcache import ModelLayers
 
 SCHEMA = "indexcache-eval/v1"
 
@@ -28,11 +29,9 @@ SCHEMA = "indexcache-eval/v1"
 def collect(
     lines: Sequence[Compared],
     held_out: ComparisonSet,
-    first_sparse_position: int,
+    model: ModelLayers,
     *,
-    model: str,
     engine: str,
-    seq_len: int,
     prices: Prices | None = None,
     speed: Sequence[SpeedRow] = (),
 ) -> ComparisonResult:
@@ -41,21 +40,19 @@ def collect(
     Args:
         lines: the baseline first.
         held_out: the sequences.
-        first_sparse_position: see `ModelLayers`.
-        model: its name.
+        model: what was compared, or what servers serve.
         engine: name of the engine, or of the servers.
-        seq_len: tokens a sequence.
         prices: latencies of layers, where patterns have such.
         speed: rows of speed, where it was requested.
     """
-    table = tabulated([line.row for line in lines], held_out.data, first_sparse_position, prices)
+    table = tabulated(lines, held_out.data, model.first_sparse_position, prices)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(
         schema=SCHEMA,
-        model=model,
+        model=model.name,
         engine=engine,
-        seq_len=seq_len,
+        seq_len=held_out.data.seq_len,
         held_out=table,
         findings=findings(table),
         **({"speed": list(speed)} if speed else {}),
@@ -66,8 +63,8 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: Comparison
     """Return `row` with changes from the baseline, `kl` and the tasks' answers."""
     data, by_source = held_out.data, {}
     for number, name in enumerate(data.sources):
-        change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
-        more = {"accuracy_change": estimates.share(change, line.row.evaluation, data, number)}
+        change = np.subtract(line.evaluation.correct, base.evaluation.correct)
+        more = {"accuracy_change": estimates.share(change, line.evaluation, data, number)}
         if line.divergence is not None:
             more["kl"] = estimates.loss(line.divergence, data, number)
         answered = [int(at) for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]

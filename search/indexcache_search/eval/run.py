@@ -19,7 +19,6 @@ from indexcache_search.errors import SearchError
 from indexcache_search.eval import held_out, measure, result
 from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
 from indexcache_search.eval.job import ComparisonJob
-from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.speeds import Estimates, speeds
 from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
@@ -29,7 +28,6 @@ from indexcache_search.results import speed_table, tables
 from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
-from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.io.errors import IndexCacheError
@@ -54,20 +52,14 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
         begun = _begun(job)
         if begun is None:
             return None
-        measured = _on_servers(job, begun) if candidates.endpoints else _of_patterns(job, begun, out)
-        comparison = result.collect(
-            measured.lines,
-            begun.built,
-            begun.model.first_sparse_position,
-            model=begun.model.name,
-            engine=measured.engine,
-            seq_len=begun.built.data.seq_len,
-            prices=measured.prices,
-            speed=measured.speed,
-        )
+        failure = None
+        if candidates.endpoints:
+            comparison, failure = _on_servers(job, begun)
+        else:
+            comparison = _of_patterns(job, begun, out)
         out.replace(result.texts(comparison, candidates.figures(comparison)), job.console)
-    if measured.failure is not None:
-        raise SearchError(f"{measured.failure}; what was measured before is in {output / result.FILES[0]}")
+    if failure is not None:
+        raise SearchError(f"{failure}; what was measured before is in {output / result.FILES[0]}")
     return comparison
 
 
@@ -79,17 +71,6 @@ class _Begun:
     lines: Sequence[Variant]
     built: ComparisonSet
     estimates: Estimates | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """Measurements of a comparison; `failure` is that of servers that were timed."""
-
-    lines: Sequence[Compared]
-    engine: str
-    speed: Sequence[SpeedRow]
-    prices: Prices | None = None
-    failure: IndexCacheError | None = None
 
 
 def _begun(job: ComparisonJob) -> _Begun | None:
@@ -123,7 +104,8 @@ def _begun(job: ComparisonJob) -> _Begun | None:
     return _Begun(description, lines, built, estimates)
 
 
-def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
+def _on_servers(job: ComparisonJob, begun: _Begun) -> tuple[ComparisonResult, IndexCacheError | None]:
+    """Return what was measured until servers failed that were timed, and that failure."""
     addresses, data, speed = job.candidates.endpoints, begun.built.data, job.speed
     rows: list[SpeedRow] = []
     failure = None
@@ -134,17 +116,18 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
         unswitched.check()
         if speed is not None and (timer := speeds()) is not None:
             task = progress.add_task("speed", total=len(speed.loads))
-            lines, done = [line.row.line for line in compared], partial(progress.advance, task)
+            lines, done = [line.line for line in compared], partial(progress.advance, task)
             try:
                 for found in timer.timed(addresses, lines, speed, pool=data.tokens.ravel(), done=done):
                     unswitched.check()
                     rows += found
             except IndexCacheError as error:
                 failure = error
-    return _Measured(lines=compared, engine=", ".join(map(str, addresses)), speed=rows, failure=failure)
+    names = ", ".join(map(str, addresses))
+    return result.collect(compared, begun.built, begun.model, engine=names, speed=rows), failure
 
 
-def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
+def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> ComparisonResult:
     candidates, model, say = job.candidates, begun.model, partial(warn, job.console)
     with bar(job.console) as progress, ExitStack() as stack:
         distinct = len({model.native, *(line.pattern for line in begun.lines)})
@@ -157,10 +140,12 @@ def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
         with Journal(out.journal(), names, today(), job.restart, candidates.parse) as journal:
             compared = candidates.compared(engine, journal, begun.lines, begun.built, partial(progress.advance, task))
         engine.check_unchanged()
-        return _Measured(
-            lines=compared,
+        return result.collect(
+            compared,
+            begun.built,
+            model,
             engine=engine_words(engine),
-            speed=[] if begun.estimates is None else begun.estimates([line.row.line for line in compared]),
+            speed=[] if begun.estimates is None else begun.estimates([line.line for line in compared]),
             prices=candidates.prices(model, say, None if job.speed is None else job.speed.prices),
         )
 

@@ -154,7 +154,7 @@ def compare(
         compared += measure.patterns(engine, journal, more, built, done)[1:]
 
     def with_costs(item: Compared) -> Compared:
-        plan = item.row.line.pattern
+        plan = item.line.pattern
         assert plan is not None
         return replace(item, extra={f"skips {stage}": cost.skipped(plan) for stage, cost in costs.items() if cost.rows})
 
