@@ -250,13 +250,8 @@ def _fitting(model: Any, pattern: Pattern | PatternFile | Source) -> Pattern:
     name = next(item.__name__ for item in type(model).__mro__ if item.__name__ in family.checkpoint.keys)
     config = {**model.config.to_dict(), "architectures": [name]}
     description = describe(config, model.config.name_or_path or name)
-    return spec.pattern(family.checkpoint.selecting(description, _selection(spec)))
-
-
-def _selection(spec: PatternSpec) -> Any:
-    """Return the selection of a pattern of a dense model; `None` where indexers select."""
-    named = spec.letters or spec.file
-    return None if named is None else named.selection
+    named = spec.letters or spec.file  # of a dense model it has a selection
+    return spec.pattern(family.checkpoint.selecting(description, None if named is None else named.selection))
 
 
 def _sources(given: Source | Sequence[Source]) -> tuple[str, ...]:
