@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.tools.inprocess import new_thread_pool
 
 _IMPORTED = ["datasets", "matplotlib.backends.backend_svg", "indexcache_train.distill.run"]
-_IMPORTED += ["indexcache_search.searching.run", "indexcache_search.report.search"]
+_IMPORTED += ["indexcache_search.searching.run", "indexcache_report.search"]
 
 
 def fork_server() -> ForkServerContext:

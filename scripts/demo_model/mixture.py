@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from indexcache_search.eval.tasks import TASKS, sample
+from indexcache_tasks.tasks import TASKS, sample
 from scripts.demo_model.recall import TEXT, UNSCORED, Batch, RecallTasks
 from scripts.demo_model.train_demo_model import MIXTURE
 
-TASK = 3  # beside recall's kinds of targets: an answer of `eval.tasks`
+TASK = 3  # beside recall's kinds of targets: an answer of `indexcache_tasks`
 TASK_NAMES = tuple(name for name in TASKS if name != "common_words")  # counting words is not looking up
 SHORTEST = 512  # tokens of a sequence that has room for any of them
 WORDS, FEW = 1024, 256  # most frequent words that records are made of, the few in sequences below `SHORTEST`: the fewer
@@ -88,10 +88,10 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     Args:
         corpus: folder that `scripts.demo_model.corpus` wrote.
         part: `train` or `evaluation`.
-        length: tokens of a sequence; below `SHORTEST` there are no samples of `eval.tasks`.
+        length: tokens of a sequence; below `SHORTEST` there are no samples of `indexcache_tasks`.
         batch: sequences of a batch.
         seed: batches of other seeds are others.
-        tasks: share of the sequences that are samples of `eval.tasks`.
+        tasks: share of the sequences that are samples of `indexcache_tasks`.
         mixture: share of each recall task among the others.
     """
 
@@ -125,7 +125,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         return torch.cat([part.tokens for part in parts]), torch.cat([part.kind for part in parts])
 
     def _sample(self, rng: np.random.Generator) -> Batch:
-        """Draw one sample of `eval.tasks`."""
+        """Draw one sample of `indexcache_tasks`."""
         haystack = self._recall.text(1, self._length)[0].tolist()
         name = TASK_NAMES[int(rng.integers(len(TASK_NAMES)))]
         seed = FIRST_SEED + int(rng.integers(2**40))

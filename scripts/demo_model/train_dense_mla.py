@@ -84,7 +84,7 @@ class DenseTrainer(Trainer):
         config: of the model.
         batch_tokens: tokens of a step in each process.
         compile_: compile the layers.
-        tasks: share of the sequences that are samples of `eval.tasks`.
+        tasks: share of the sequences that are samples of `indexcache_tasks`.
         text: share of text alone among the others.
     """
 

@@ -32,7 +32,10 @@ MUST_HOLD = (  # files of each package without which its commands don't run
     "indexcache_minimax/py.typed",
     "indexcache_overlap/py.typed",
     "indexcache_published/files/glm-5-quarter.yaml",
+    "indexcache_report/py.typed",
     "indexcache_rows/py.typed",
+    "indexcache_speed/py.typed",
+    "indexcache_tasks/py.typed",
     "indexcache_train/py.typed",
     "indexcache_watch/py.typed",
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from indexcache_search.api import apply, evaluate, search
     from indexcache_search.data.templates import RowOptions
     from indexcache_search.engines.settings import RunSettings
-    from indexcache_search.eval.job import SpeedOptions
+    from indexcache_search.eval.speeds import SpeedOptions
     from indexcache_search.results.schema import ComparisonResult, SearchResult
     from indexcache_search.searching.settings import Budget
 
@@ -36,7 +36,7 @@ _HOMES = {
     "RowOptions": "data.templates",
     "RunSettings": "engines.settings",
     "SearchResult": "results.schema",
-    "SpeedOptions": "eval.job",
+    "SpeedOptions": "eval.speeds",
     "apply": "api",
     "evaluate": "api",
     "search": "api",

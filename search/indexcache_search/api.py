@@ -16,7 +16,8 @@ from indexcache_search.engines.settings import RunSettings
 from indexcache_search.errors import SearchError
 from indexcache_search.eval.candidates import Candidates
 from indexcache_search.eval.held_out import ComparisonData
-from indexcache_search.eval.job import ComparisonJob, SpeedOptions
+from indexcache_search.eval.job import ComparisonJob
+from indexcache_search.eval.speeds import SpeedOptions
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.schema import ComparisonResult, SearchResult
 from indexcache_search.searching.job import Files, SearchData, SearchJob
@@ -243,13 +244,8 @@ def _fitting(model: Any, pattern: Pattern | PatternFile | Source) -> Pattern:
     name = next(item.__name__ for item in type(model).__mro__ if item.__name__ in family.checkpoint.keys)
     config = {**model.config.to_dict(), "architectures": [name]}
     description = describe(config, model.config.name_or_path or name)
-    return spec.pattern(family.checkpoint.selecting(description, _selection(spec)))
-
-
-def _selection(spec: PatternSpec) -> Any:
-    """Return the selection of a pattern of a dense model; `None` where indexers select."""
-    named = spec.letters or spec.file
-    return None if named is None else named.selection
+    named = spec.letters or spec.file  # of a dense model it has a selection
+    return spec.pattern(family.checkpoint.selecting(description, None if named is None else named.selection))
 
 
 def _sources(given: Source | Sequence[Source]) -> tuple[str, ...]:

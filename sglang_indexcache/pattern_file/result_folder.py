@@ -15,6 +15,7 @@ MARK = "indexcache-run.json"
 SEARCH = "indexcache-search"
 PATTERN, METRICS, REPORT, CARD = "pattern.yaml", "metrics.json", "report.html", "README.md"
 FILES = (PATTERN, METRICS, REPORT, CARD)
+PAGES = (REPORT, CARD)  # both are missing where no extension wrote them
 
 
 class ResultFolder(ABC):

@@ -19,10 +19,11 @@ from indexcache_search.cli import evaluate, extra
 from indexcache_search.cli.command import application
 from indexcache_search.console import messages
 from indexcache_search.engines import own_server
-from indexcache_search.errors import SearchError
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob
 from indexcache_search.eval.result import ever
-from indexcache_search.results import words
+from indexcache_search.eval.speeds import Speeds
+from indexcache_search.eval.tasks import Tasks
+from indexcache_search.results.pages import Pages
 from indexcache_search.strategies.base import Strategy
 from sglang_indexcache import Pattern, PatternFile, check, families
 from sglang_indexcache.checkpoint import findings
@@ -188,9 +189,8 @@ def text(chosen: PatternSelection | None) -> str:
     ).dumps()
 
 
-def test_without_an_extension_its_options_and_words_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_extension_its_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra, "extensions", nothing)
-    monkeypatch.setattr(words, "extensions", nothing)
     app, seen = typer.Typer(), list[Any]()
     kind = extra.extra_option("bytes")
 
@@ -203,9 +203,6 @@ def test_without_an_extension_its_options_and_words_are_refused(monkeypatch: pyt
     refused = CliRunner().invoke(app, ["--bytes", "0.3"])
     assert refused.exit_code == 2 and "needs an extension that is not installed" in refused.output
     assert extra.example_of("bytes") == ""
-    assert words.words_of(dense=False) is words.INDEXERS
-    with pytest.raises(SearchError, match="need an extension"):
-        words.words_of(dense=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +281,10 @@ def test_all_of_ours_are_found() -> None:
     assert set(extensions("comparisons", ExtraComparison)) == {"harness"}
     assert set(extensions("families", Family)) == {"dense_gqa", "minimax_m3"}
     assert set(extensions("strategies", Strategy)) >= {"recall", "shift"}
-    assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections"}
+    assert set(extensions("reports", Pages)) == {"html"}
+    assert set(extensions("speeds", Speeds)) == {"prompts"}
+    assert set(extensions("tasks", Tasks)) == {"generated"}
+    assert set(extensions("options", extra.ExtraOption)) == {"bytes", "selection", "selections", "speed", "tasks"}
     assert set(extensions("launches", Launches)) == {"sglang"}
     assert set(extensions("listings", Listing)) == {"environment", "known"}
     assert set(extensions("sources", RemoteFile)) == {"hub"} and set(extensions("folders", ResultFolder)) == {"search"}

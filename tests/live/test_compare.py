@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
-from indexcache_search.engines.timed_request import send
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.speed.servers import check
-from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.variant import NAMED, Variant
+from indexcache_speed.servers import check
+from indexcache_speed.timed_request import send
+from indexcache_speed.turns import Load, Timed, measured
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.check import main as check_main

@@ -27,7 +27,7 @@ from indexcache_search.evaluation.evaluator import Evaluator
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.objectives import Objective
 from indexcache_search.results.variant import Variant
-from indexcache_search.searching.prompt_times import prompt_times
+from indexcache_speed.prompt_times import prompt_times
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.http.address import Address

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from indexcache_search import demo
 from indexcache_search.cli.evaluate import app
-from indexcache_search.errors import DataError
-from indexcache_search.eval import measure, tasks
+from indexcache_search.eval import measure
 from indexcache_search.eval.candidates import named_lines
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.hf.loading import describe_model, load_tokenizer
@@ -35,64 +32,6 @@ def run(*options: str) -> Any:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer(str(demo.MODEL))
-
-
-# -- tasks
-
-
-@pytest.mark.parametrize("task", tasks.TASKS)
-def test_a_sample_fills_its_context_and_holds_what_it_asks_for(task: str, tokenizer: Any) -> None:
-    haystack = tokenizer.encode("All is quiet on the northern shore. " * 400, add_special_tokens=False)
-    sample = tasks.sample(task, tokenizer, haystack, 1500, 3, chat=False)
-    assert len(sample.tokens) == len(sample.mask) == 1500
-    first = int(np.flatnonzero(sample.mask)[0])
-    assert sample.mask[first:].all() and not sample.mask[:first].any()
-    prompt, answer = (tokenizer.decode(part) for part in (sample.tokens[:first], sample.tokens[first:]))
-    assert "quiet on the northern shore" in prompt and "Question:" in prompt
-    assert all(one in prompt and one in answer for one in sample.answers)
-    again = tasks.sample(task, tokenizer, haystack, 1500, 3, chat=False)
-    other = tasks.sample(task, tokenizer, haystack, 1500, 4, chat=False)
-    assert (again.tokens == sample.tokens).all() and other.answers != sample.answers
-
-
-def test_the_answers_of_tasks_are_right() -> None:
-    puzzle = tasks.variable_tracking(random.Random(1))
-    values: dict[str, str] = {}
-    for line in puzzle.needles:
-        _, name, _, *value = line.split()
-        values[name] = values[value[-1]] if value[0] == "VAR" else value[0]
-    asked = puzzle.question.split()[-1].strip("?")
-    assert sorted(name for name, value in values.items() if value == asked) == sorted(puzzle.answers)
-    puzzle = tasks.common_words(random.Random(1))
-    words = [needle.strip() for needle in puzzle.needles]
-    assert set(sorted(set(words), key=words.count)[-3:]) == set(puzzle.answers)
-    assert {words.count(answer) for answer in puzzle.answers} == {12}
-    for seed in range(20):
-        puzzle = tasks.mrcr(random.Random(seed))
-        _, _, _, number, _, about, topic, _ = puzzle.question.split()
-        assert about == "about" and len(puzzle.needles) == 8
-        notes = [needle for needle in puzzle.needles if f"note about {topic}.\n" in needle]
-        place = ["first", "second", "third", "fourth"].index(number)
-        assert len(notes) == 4 and f"Note: {puzzle.answers[0]}.\n" in notes[place]
-
-
-def test_lines_that_must_keep_their_order_do(tokenizer: Any) -> None:
-    haystack = tokenizer.encode("All is quiet on the northern shore. " * 400, add_special_tokens=False)
-    for task in ("variable_tracking", "mrcr"):
-        for seed in range(5):
-            puzzle = tasks.TASKS[task](random.Random(f"{task} {seed}"))
-            text = tokenizer.decode(tasks.sample(task, tokenizer, haystack, 1500, seed, chat=False).tokens)
-            places = [text.index(needle) for needle in puzzle.needles]
-            assert puzzle.ordered and places == sorted(places)
-
-
-def test_tasks_without_room_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"multi_key: needs .* --seq-len is 128"):
-        tasks.sample("multi_key", tokenizer, [1] * 4000, 128, 0, chat=False)
-    with pytest.raises(DataError, match="haystack has 10 tokens"):
-        tasks.sample("multi_key", tokenizer, [1] * 10, 1500, 0, chat=False)
-    with pytest.raises(DataError, match="--tasks chat"):
-        tasks.sample("multi_key", tokenizer, [1] * 4000, 1500, 0, chat=True)
 
 
 # -- patterns

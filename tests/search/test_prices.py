@@ -12,12 +12,12 @@ import pytest
 
 from indexcache_search import demo
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.speed.estimate import prices_at
 from indexcache_search.evaluation.identity import Place
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.searching.settings import BLOCKS, Budget
 from indexcache_search.strategies.budget.pricing import BY_ARCHITECTURE, column, priced, table_of
 from indexcache_search.strategies.budget.table import TABLES, LatencyTable, known
+from indexcache_speed.estimate import prices_at
 from sglang_indexcache import ModelLayers, Pattern
 from sglang_indexcache.families import describe
 

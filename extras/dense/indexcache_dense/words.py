@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexcache_search.results.words import Words
+from indexcache_report.words import Words
 
 PAGES = Words(
     sharing="Page sharing",

@@ -20,9 +20,8 @@ from indexcache_harness.samples import Samples, Score, lower_is_better, paired, 
 from indexcache_harness.settings import Harness
 from indexcache_search.console import warn
 from indexcache_search.errors import SearchError
-from indexcache_search.eval.endpoints import Endpoint
+from indexcache_search.eval.endpoints import Endpoint, room
 from indexcache_search.eval.result import ever
-from indexcache_search.eval.speed.servers import own, room
 from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.hf.loading import set_quiet
 from indexcache_search.workdir.folder import OwnFolder
@@ -125,7 +124,7 @@ def run(
     reads = {"--model": [model], "--harness include": [str(harness.include)] if harness.include else []}
     check_apart({"--output": output}, [output / FILE, output / LOG], reads)
     unswitched = Unswitched(addresses, partial(warn, console))
-    space = min(room(own(address), "--harness") for address in addresses)
+    space = min(room(address.without("/v1"), "--harness") for address in addresses)
     with (
         OwnFolder(output, "indexcache-eval", FILES, "--output", ever()).held() as folder,
         tempfile.TemporaryDirectory(prefix="indexcache-harness-") as scratch,

@@ -20,7 +20,7 @@ from sglang_indexcache.io.atomic import read_json_object, read_regular
 from sglang_indexcache.io.digest import file_digest
 from sglang_indexcache.io.errors import FileError, IndexCacheError, PatternFileError
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PATTERN, SEARCH, ResultFolder
+from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PAGES, PATTERN, SEARCH, ResultFolder
 
 MAX_BYTES = 64 << 20  # of each of them
 
@@ -72,7 +72,8 @@ class SearchFolder(ResultFolder):
 
     def as_text(self, problems: Sequence[str]) -> str:
         """See `ResultFolder.as_text`."""
-        belong = f"its {len(FILES)} files belong together, as {SEARCH} wrote them (which does not say who ran it)"
+        number = sum((self.path / name).exists() for name in FILES)
+        belong = f"its {number} files belong together, as {SEARCH} wrote them (which does not say who ran it)"
         return "\n".join([f"folder    {self.name}", *([f"problem: {line}" for line in problems] or [belong])])
 
 
@@ -93,7 +94,8 @@ def _read_mark(folder: Path) -> _Mark:
 
 def _changed(folder: Path, mark: _Mark) -> Iterator[str]:
     """Yield a line for each file that is not there, or whose sha256 the mark does not list."""
-    for name in FILES:
+    pages = any(name in mark.files or (folder / name).exists() for name in PAGES)
+    for name in FILES if pages else (PATTERN, METRICS):
         path, listed = folder / name, mark.files.get(name)
         try:
             if listed is None or len(listed) != 1:  # a run that was killed may leave two
@@ -112,6 +114,8 @@ def _contradictions(folder: Path) -> Iterator[str]:
         metrics = read_json_object(folder / METRICS, MAX_BYTES)
         if _read(metrics.get("pattern_file"), folder / METRICS) != file:
             yield f"{folder / METRICS}: has another pattern file than {PATTERN}; expected files of one search"
+        if not (folder / CARD).exists():
+            return
         card = read_regular(folder / CARD, MAX_BYTES).decode(errors="replace")
         for name, sha256 in _digests(file, metrics).items():
             if sha256 not in card:

@@ -20,7 +20,7 @@ from indexcache_search.data.reader import TokenReader
 from indexcache_search.data.shapes import Section, Text, shape_of
 from indexcache_search.data.templates import RowOptions, read_template
 from indexcache_search.errors import DataError, RowError
-from indexcache_search.eval.tasks import sample
+from indexcache_tasks.tasks import sample
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool {{ t.function.name }}>{% endfor %}"

@@ -39,11 +39,11 @@ from pydantic import TypeAdapter
 
 from indexcache_search import demo
 from indexcache_search.engines.own_server import free_port
-from indexcache_search.engines.timed_request import send
-from indexcache_search.eval.speed.servers import check
-from indexcache_search.eval.speed.turns import Load, Timed, measured
 from indexcache_search.results.schema import SpeedRow
 from indexcache_search.results.variant import NAMED, Variant
+from indexcache_speed.servers import check
+from indexcache_speed.timed_request import send
+from indexcache_speed.turns import Load, Timed, measured
 from scripts.bench.serving.conditions import flags
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern

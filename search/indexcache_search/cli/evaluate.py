@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,23 +11,19 @@ import typer
 from indexcache_search import demo
 from indexcache_search.cli import options
 from indexcache_search.cli.bounded import SEQUENCES, Bounds
-from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running, settings
+from indexcache_search.cli.command import Config, OptionNeed, Version, application, number, option, running
 from indexcache_search.cli.engines import EngineChoice
 from indexcache_search.cli.extra import with_options
 from indexcache_search.cli.help import MORE
 from indexcache_search.console import results, warn
 from indexcache_search.data import COMPARED
-from indexcache_search.errors import SearchError
 from indexcache_search.eval.extra import ExtraComparison, ExtraJob, comparisons
-from indexcache_search.eval.tasks import TASKS
 from indexcache_search.strategies import DEFAULT_RETAIN
 from sglang_indexcache import process
 from sglang_indexcache.command_line import exit_codes
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.pattern_file.file import split_retention
 from sglang_indexcache.pattern_file.pattern_name import spells_letters, split_name
-
-CONTEXTS = Bounds(64, 1 << 24, "no model was made for more")
 
 EXTRAS = comparisons()
 _EXAMPLES = "".join(f"{extra.example}\n" for extra in EXTRAS.values())
@@ -62,41 +57,6 @@ Examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class TasksChoice:
-    """Generated tasks; see `eval.tasks`."""
-
-    names: tuple[str, ...]
-    samples: Annotated[int, Bounds(2, 10_000)] = 16
-    haystack: str = "demo:text"
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        for name in self.names:
-            if name not in TASKS:
-                raise SearchError(f"there is no {name}, expected {', '.join(TASKS)}")
-            if self.names.count(name) > 1:
-                raise SearchError(f"{name} stands there twice, expected each task once")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedChoice:
-    """Prompts whose speed is compared; see `eval.job.SpeedOptions`. `None` leaves a setting to it."""
-
-    contexts: tuple[Annotated[int, CONTEXTS], ...]
-    output_tokens: Annotated[int, Bounds(2, 65_536)] | None = None
-    turns: Annotated[int, Bounds(5, 1000, "the spread hardly changes")] | None = None
-    prices: str | None = None
-
-    def __post_init__(self) -> None:
-        if len(set(self.contexts)) < len(self.contexts):
-            raise SearchError(f"contexts are {', '.join(map(str, self.contexts))}, expected each once")
-
-    def given(self) -> dict[str, Any]:
-        """Return the settings that are given."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
 def _is_open(text: str) -> bool:
     """Return true if `text` names a file without selecting one of its retentions."""
     name = split_name(text)[1]
@@ -121,10 +81,6 @@ def _given(flag: str) -> OptionNeed:
     return OptionNeed(flag, lambda given: bool(given[name]))
 
 
-def _times(speed: SpeedChoice) -> bool:
-    return speed.output_tokens is not None or speed.turns is not None
-
-
 HERE = OptionNeed("patterns of a model that runs here, without --endpoint", lambda given: not given["endpoint"])
 COMPARES = OptionNeed("--evaluation or --tasks beside " + " or ".join(f"--{name}" for name in EXTRAS), _compares)
 NEEDS = {
@@ -140,7 +96,8 @@ NEEDS = {
     "speed": (
         COMPARES,
         OptionNeed(
-            "--endpoint for output_tokens and turns", lambda given: given["endpoint"] or not _times(given["speed"])
+            "--endpoint for output_tokens and turns",
+            lambda given: given["endpoint"] or not {"output_tokens", "turns"} & given["speed"].given().keys(),
         ),
         OptionNeed(
             "patterns, without --endpoint, for prices", lambda given: not (given["endpoint"] and given["speed"].prices)
@@ -164,15 +121,7 @@ def evaluate(
     evaluation: options.HeldOut = None,
     rows: options.Rows = None,
     dry_run: options.DryRun = False,
-    tasks: Annotated[
-        TasksChoice | None,
-        settings(
-            TasksChoice,
-            f"Generated tasks: {', '.join(TASKS)}. Keys: samples (of each; 16), haystack (source of the text around"
-            " needles; demo:text), chat (yes: ask through the chat template).",
-            "NAME,...",
-        ),
-    ] = None,
+    tasks: options.Tasks = None,
     reply: options.Reply = None,
     seq_len: options.SeqLen = None,
     num_sequences: Annotated[
@@ -184,16 +133,7 @@ def evaluate(
         float | None,
         number("Exit with 1 unless every loss is shown to rise by at most this (95 %).", Bounds(-1e6, 1e6)),
     ] = None,
-    speed: Annotated[
-        SpeedChoice | None,
-        settings(
-            SpeedChoice,
-            "Compare the speed of prompts of so many tokens beside the loss: with --endpoint timed on SGLang's servers,"
-            " in turns, without it estimated. Keys: output_tokens (generated behind each; 64), turns (5); of estimates:"
-            " prices (a latency table: glm-5-tp8, glm-5-dp, deepseek-v3.2-tp8 or a file; the model's).",
-            "TOKENS,...",
-        ),
-    ] = None,
+    speed: options.Speed = None,
     concurrency: Annotated[
         int | None, number("Time this number of requests at once as well.", Bounds(2, 1024, "a thread each"))
     ] = None,
@@ -228,8 +168,9 @@ def evaluate(
             from indexcache_search.data.packing import Wish
             from indexcache_search.eval.candidates import Candidates
             from indexcache_search.eval.held_out import ComparisonData
-            from indexcache_search.eval.job import ComparisonJob, SpeedOptions
+            from indexcache_search.eval.job import ComparisonJob
             from indexcache_search.eval.run import run, show
+            from indexcache_search.eval.speeds import SpeedOptions
             from indexcache_search.eval.verdict import beyond
 
             candidates = Candidates(

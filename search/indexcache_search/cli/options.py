@@ -110,8 +110,12 @@ if TYPE_CHECKING:
     ByteBudget: TypeAlias = Any
     Selection: TypeAlias = Any
     Selections: TypeAlias = Any
+    Speed: TypeAlias = Any
+    Tasks: TypeAlias = Any
 else:
-    ByteBudget, Selection, Selections = map(extra_option, ("bytes", "selection", "selections"))
+    ByteBudget, Selection, Selections, Speed, Tasks = map(
+        extra_option, ("bytes", "selection", "selections", "speed", "tasks")
+    )
 Retain = Annotated[str, shares("Retentions of pattern files that are named without one.")]
 Calibration = Annotated[list[str] | None, sources("Calibration text")]
 HeldOut = Annotated[list[str] | None, sources("Held-out text")]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
-from indexcache_search.engines.timed_request import Burst
+from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.evaluation.identity import Identified
 from indexcache_search.evaluation.losses import Evaluates
-from sglang_indexcache import Pattern
 
 OVERLAP, SIMILARITY = "overlap", "similarity"
 
 Result = TypeVar("Result")
-Send = Callable[[Pattern, Sequence[Sequence[int]], int], Burst]
-"""A function that sends prompts of token ids at once under a pattern, and generates so many tokens behind each."""
 
 
 class Engine(Evaluates, Identified, Protocol):
@@ -63,12 +60,10 @@ class Engine(Evaluates, Identified, Protocol):
 
 @runtime_checkable
 class TimesPrompts(Protocol):
-    """An engine that times prompts, too."""
+    """An engine on calibration servers, on which prompts can be timed, too."""
 
-    def time_prompts(self, work: Callable[[Send], Result]) -> Result:
-        """Call `work` with what sends prompts to one server, and return its result.
-
-        If the server is lost meanwhile, `work` begins anew on another one.
+    def anywhere(self, work: Callable[[CalibrationServer], Result]) -> Result:
+        """Run `work` on a server, and return its result; if the server is lost meanwhile, anew on another one.
 
         Raises:
             SearchError: if a server refuses, or none came back.

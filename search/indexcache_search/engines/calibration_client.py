@@ -9,13 +9,11 @@ from typing import Any
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control_requests import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import HeldLease
-from indexcache_search.engines.timed_request import Burst, send
 from indexcache_search.errors import SearchError
 from sglang_indexcache import Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.protocol import Range
 from sglang_indexcache.http.address import Address
-from sglang_indexcache.http.client import NoAnswerError
 
 __all__ = ["CalibrationServer", "ServerBusyError", "ServerLostError"]
 STATUS_SECONDS = 30.0
@@ -45,7 +43,7 @@ class CalibrationServer:
     def __init__(
         self, url: str | Address, dp_rank: int | None = None, key: str | None = None, lease: HeldLease | None = None
     ) -> None:
-        self.address, self.dp_rank, self._key = Address.of(url), dp_rank, key
+        self.address, self.dp_rank, self.key = Address.of(url), dp_rank, key
         self.url, self._server = self.address.label, Control(self.address, key)
         self._lease = lease or HeldLease(self._server)
         self._switched: dict[int, Rank] = {}  # what this client's last switch left, by data-parallel rank
@@ -69,7 +67,7 @@ class CalibrationServer:
         ranks = sorted(rank.dp_rank for rank in self.control(protocol.STATUS, Rank))
         if len(ranks) == 1:
             return [self]
-        return [CalibrationServer(self.address, rank, self._key, self._lease) for rank in ranks]
+        return [CalibrationServer(self.address, rank, self.key, self._lease) for rank in ranks]
 
     def undisturbed(self) -> Rank:
         """Return the status, if all that was answered since the last `switch` is of its pattern.
@@ -128,13 +126,6 @@ class CalibrationServer:
             return [token_logprobs(item, prompt[start:]) for item, prompt in zip(answers, sequences, strict=True)]
         except ValueError as error:
             raise SearchError(f"{self.url}: /generate answers {error}") from None
-
-    def time(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> Burst:
-        """Time plain prompts, on which nothing is measured; see `timed_request.send`."""
-        try:
-            return send(self.address, prompts, output_tokens, key=self._key, dp_rank=self.dp_rank)
-        except NoAnswerError as error:
-            raise ServerLostError(str(error)) from None
 
     def missing_baselines(self, data: str, ranges: Sequence[Range]) -> list[int]:
         """Announce a data set, by its digest, for measuring divergences; return the sequences without a baseline.

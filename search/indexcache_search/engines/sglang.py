@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.engines.answers import Rank
-from indexcache_search.engines.base import Result, Send
+from indexcache_search.engines.base import Result
 from indexcache_search.engines.calibration_client import CalibrationServer
 from indexcache_search.engines.control_requests import ServerLostError
-from indexcache_search.engines.timed_request import Burst
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.identity import Place
 from indexcache_search.evaluation.losses import Evaluation
@@ -187,23 +186,6 @@ class SglangEngine:
         if name not in self.measures:
             return None
         return self.anywhere(lambda lane: self._matrices[name].on(lane, self.model, data, rows))
-
-    def time_prompts(self, work: Callable[[Send], Result]) -> Result:
-        """See `TimesPrompts.time_prompts`.
-
-        Evaluations are not timed for that: they compute losses, and keep states of the baseline.
-        """
-
-        def on(lane: CalibrationServer) -> Result:
-            def send(pattern: Pattern, prompts: Sequence[Sequence[int]], output_tokens: int) -> Burst:
-                lane.switch(pattern)
-                burst = lane.time(prompts, output_tokens)
-                lane.undisturbed()
-                return burst
-
-            return work(send)
-
-        return self.anywhere(on)
 
     def anywhere(self, work: Callable[[CalibrationServer], Result]) -> Result:
         """Run `work` on the first reachable lane.

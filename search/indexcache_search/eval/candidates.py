@@ -101,8 +101,22 @@ class Candidates:
         return [*named, *(_uniform(named, model) if self.uniform else [])]
 
     def calibrated_on(self, specs: Sequence[Spec]) -> list[Sketch]:
-        """Return the sketches of the patterns' calibration texts."""
-        return calibrated_on(specs)
+        """Read the sketches of the patterns' calibration texts; files of earlier versions have none.
+
+        Raises:
+            SearchError: if a sketch can't be read.
+        """
+        sketches = []
+        for _, spec in specs:
+            if spec.file is None or spec.file.calibration is None or spec.file.calibration.sketch is None:
+                continue
+            try:
+                sketches.append(Sketch.decode(spec.file.calibration.sketch))
+            except ValueError:
+                raise SearchError(
+                    f"{spec.text}: calibration.sketch can't be read, expected what the search wrote"
+                ) from None
+        return sketches
 
     def prices(self, model: ModelLayers, notice: Callable[[str], None], named: str | None) -> Prices | None:
         """Return the times of layers by which patterns of `model` are compared, where there are such.
@@ -177,22 +191,3 @@ def _uniform(named: Sequence[Variant], model: ModelLayers) -> list[Variant]:
             more = suffix(selection, [other for _, other in asked])
             lines += uniform_lines(replace(model.native, selection=selection), share, more)
     return lines
-
-
-def calibrated_on(specs: Sequence[Spec]) -> list[Sketch]:
-    """Read the sketches of the patterns' calibration texts; files of earlier versions have none.
-
-    Raises:
-        SearchError: if a sketch can't be read.
-    """
-    sketches = []
-    for _, spec in specs:
-        if spec.file is None or spec.file.calibration is None or spec.file.calibration.sketch is None:
-            continue
-        try:
-            sketches.append(Sketch.decode(spec.file.calibration.sketch))
-        except ValueError:
-            raise SearchError(
-                f"{spec.text}: calibration.sketch can't be read, expected what the search wrote"
-            ) from None
-    return sketches

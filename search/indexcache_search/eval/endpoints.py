@@ -50,6 +50,13 @@ class _Completion(Answer):
     usage: _Usage | None = None
 
 
+class _Info(Answer):
+    """A part of `/server_info`: the limit of prompts, from the context and from the memory of the cache."""
+
+    max_req_input_len: Count
+
+
+_INFO: TypeAdapter[_Info] = TypeAdapter(_Info)
 _MODELS: TypeAdapter[_Models] = TypeAdapter(_Models)
 _COMPLETION: TypeAdapter[_Completion] = TypeAdapter(_Completion)
 
@@ -123,3 +130,18 @@ class Endpoint:
             return ask(self.address, path, form, body, seconds=REQUEST_SECONDS, max_bytes=limit)
         except StatusError as error:
             raise SearchError(error.whole) from None
+
+
+def room(address: Address, option: str) -> int:
+    """Return the tokens of the longest prompt that a server takes, with its reply.
+
+    Raises:
+        SearchError: naming `option`, if it is no SGLang server.
+        ServerError: if it does not answer.
+    """
+    try:
+        return ask(address, "/server_info", _INFO).max_req_input_len
+    except StatusError as error:
+        if error.code != 404:
+            raise
+        raise SearchError(f"{option}: {address} has no /server_info, expected an SGLang server") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from indexcache_search.data.sketch import Sketch
 from indexcache_search.data.templates import AS_THEY_ARE, RowOptions
 from indexcache_search.data.tokens import TokenSet
 from indexcache_search.errors import DataError
-from indexcache_search.eval.tasks import TASKS, sample
+from indexcache_search.eval.tasks import generated
 from sglang_indexcache import ModelLayers
 
 
@@ -40,7 +41,7 @@ class ComparisonData:
         sources: each gives an equal share of `sequences`, as in `indexcache-search`; may be empty.
         seq_len: tokens of each sequence; `None` means 4 x what a query selects.
         sequences: number of sequences of all sources together.
-        tasks: names from `TASKS`.
+        tasks: names from `Tasks.names`.
         haystack: source of the text around the needles.
         samples: number of samples of each task.
         chat: put the chat template around a task's text.
@@ -82,9 +83,9 @@ def build(
         DataError: if there is nothing to compare on, or a source has too few tokens.
     """
     sources, tasks, samples = asked.sources, asked.tasks, asked.samples
-    unknown = [task for task in tasks if task not in TASKS]
+    unknown = [task for task in tasks if task not in generated().names]
     if unknown:
-        raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(TASKS)}")
+        raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(generated().names)}")
     if len(set(tasks)) < len(tasks):
         raise DataError(f"--tasks is {','.join(tasks)}, expected each task once")
     clash = [source for source in sources if source.removesuffix("-style") in tasks and source.endswith("-style")]
@@ -111,7 +112,8 @@ def build(
             if len(text) >= characters:
                 break
     for number, task in enumerate(tasks):
-        made = [sample(task, tokenizer, text, seq_len, seed, chat=asked.chat) for seed in range(samples)]
+        make = partial(generated().sample, task, tokenizer, text, seq_len, chat=asked.chat)
+        made = [make(seed) for seed in range(samples)]
         first = sum(map(len, tokens))
         answers |= {first + index: drawn.answers for index, drawn in enumerate(made)}
         tokens.append(np.stack([drawn.tokens for drawn in made]))

@@ -12,33 +12,7 @@ from indexcache_search.console import messages
 from indexcache_search.engines.settings import RunSettings
 from indexcache_search.eval.candidates import Candidates
 from indexcache_search.eval.held_out import ComparisonData
-from indexcache_search.eval.speed.turns import Load
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedOptions:
-    """Prompts whose speed is compared: measured on servers, estimated for patterns.
-
-    Attributes:
-        contexts: tokens of a prompt.
-        output_tokens: see `Load`, like `turns`.
-        concurrency: requests at once, beside one at a time.
-        prices: name or file of the latency table of estimates; the model's by default.
-    """
-
-    contexts: tuple[int, ...]
-    output_tokens: int = 64
-    turns: int = 5
-    concurrency: int = 1
-    prices: str | None = None
-
-    def loads(self) -> list[Load]:
-        """Return what servers are given to do, one after the other."""
-        return [
-            Load(context=context, concurrency=number, output_tokens=self.output_tokens, turns=self.turns)
-            for context in self.contexts
-            for number in dict.fromkeys((1, self.concurrency))
-        ]
+from indexcache_search.eval.speeds import SpeedOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,17 +24,15 @@ Done = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One line of a comparison.
+class Compared(VariantLosses):
+    """One line of a comparison, with what else was measured.
 
     Attributes:
-        row: name, retention, pattern and losses.
         divergence: `kl` to the baseline, where it can be measured.
         generated: by sequence, the share of a task's answers found in the server's own text.
         extra: see `results.Row`.
     """
 
-    row: VariantLosses
     divergence: Losses | None
     generated: Mapping[int, float]
     extra: Mapping[str, Estimate] = field(default_factory=dict)
@@ -67,7 +65,7 @@ def patterns(
             divergences.evaluations([pattern], rows)
     compared = []
     for line, loss, divergence in zip(lines, losses.evaluations(chosen), divergences.evaluations(chosen), strict=True):
-        compared.append(Compared(VariantLosses(line, loss), divergence, _whole(loss, held_out)))
+        compared.append(Compared(line, loss, divergence, _whole(loss, held_out)))
     return compared
 
 
@@ -99,5 +97,5 @@ def servers(addresses: Sequence[Address], held_out: ComparisonSet, done: Done) -
         rows = tuple(range(data.num_sequences))
         found = Losses(rows=rows, losses=tuple(losses), tokens=counts, correct=tuple(correct))
         line = Variant(NAMED, endpoint.url, None, None) if number else Variant.baseline(None)
-        compared.append(Compared(VariantLosses(line, found), None, generated))
+        compared.append(Compared(line, found, None, generated))
     return compared

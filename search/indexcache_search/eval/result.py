@@ -1,11 +1,10 @@
-"""A comparison as numbers, as a table and as a page."""
+"""A comparison as numbers and as tables."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 
 import numpy as np
 from rich.table import Table
@@ -16,14 +15,13 @@ from indexcache_search.eval.measure import Compared
 from indexcache_search.eval.table import tabulated
 from indexcache_search.eval.verdict import findings
 from indexcache_search.evaluation import estimates
-from indexcache_search.report.frontier import environment, section, spelt
-from indexcache_search.report.points import estimated, timed
-from indexcache_search.report.search.figures import changes_figure
-from indexcache_search.results import speed_table, tables
+from indexcache_search.results import tables
+from indexcache_search.results.pages import pages
 from indexcache_search.results.schema import ComparisonResult, Row, SpeedRow
 from indexcache_search.results.variant import BASELINE, BEST, MEAN
 from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import WORK
+from sglang_indexcache import ModelLayers
 
 SCHEMA = "indexcache-eval/v1"
 
@@ -31,11 +29,9 @@ SCHEMA = "indexcache-eval/v1"
 def collect(
     lines: Sequence[Compared],
     held_out: ComparisonSet,
-    first_sparse_position: int,
+    model: ModelLayers,
     *,
-    model: str,
     engine: str,
-    seq_len: int,
     prices: Prices | None = None,
     speed: Sequence[SpeedRow] = (),
 ) -> ComparisonResult:
@@ -44,21 +40,19 @@ def collect(
     Args:
         lines: the baseline first.
         held_out: the sequences.
-        first_sparse_position: see `ModelLayers`.
-        model: its name.
+        model: what was compared, or what servers serve.
         engine: name of the engine, or of the servers.
-        seq_len: tokens a sequence.
         prices: latencies of layers, where patterns have such.
         speed: rows of speed, where it was requested.
     """
-    table = tabulated([line.row for line in lines], held_out.data, first_sparse_position, prices)
+    table = tabulated(lines, held_out.data, model.first_sparse_position, prices)
     rows = [_with_changes(row, line, lines[0], held_out) for line, row in zip(lines, table.rows, strict=False)]
     table = table.model_copy(update={"rows": [*rows, *table.rows[len(rows) :]]})
     return ComparisonResult(
         schema=SCHEMA,
-        model=model,
+        model=model.name,
         engine=engine,
-        seq_len=seq_len,
+        seq_len=held_out.data.seq_len,
         held_out=table,
         findings=findings(table),
         **({"speed": list(speed)} if speed else {}),
@@ -69,8 +63,8 @@ def _with_changes(row: Row, line: Compared, base: Compared, held_out: Comparison
     """Return `row` with changes from the baseline, `kl` and the tasks' answers."""
     data, by_source = held_out.data, {}
     for number, name in enumerate(data.sources):
-        change = np.subtract(line.row.evaluation.correct, base.row.evaluation.correct)
-        more = {"accuracy_change": estimates.share(change, line.row.evaluation, data, number)}
+        change = np.subtract(line.evaluation.correct, base.evaluation.correct)
+        more = {"accuracy_change": estimates.share(change, line.evaluation, data, number)}
         if line.divergence is not None:
             more["kl"] = estimates.loss(line.divergence, data, number)
         answered = [int(at) for at in np.flatnonzero(data.source_of == number) if int(at) in held_out.answers]
@@ -116,26 +110,7 @@ def ever() -> str:
 
 
 def texts(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> dict[str, str]:
-    """Render the contents of `FILES`, by name; `figures` are SVG texts of a study, by their titles."""
-    return dict(zip(FILES, (json.dumps(result.as_json(), indent=1) + "\n", render(result, figures)), strict=True))
-
-
-def render(result: ComparisonResult, figures: Mapping[str, str] = NO_FIGURES) -> str:
-    """Render a self-contained page."""
-    template = environment().from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    held_out = result.held_out
-    rows = [tables.cells(row, held_out) for row in tables.shown_rows(held_out)]
-    measured = [row for row in result.speed if row.source == "measured"]
-    noun = "servers" if held_out.rows[0].pattern is None else "patterns"
-    return template.render(
-        result=result,
-        noun=noun,
-        columns=tables.columns(held_out),
-        rows=rows,
-        figure=changes_figure(held_out),
-        figures=figures,
-        frontier=section(timed(held_out, measured) or estimated(held_out), spelt, noun),
-        prices=tables.speed_line(held_out),
-        speed_title=speed_table.title(result.speed) if result.speed else "",
-        speed=speed_table.lines(result.speed, held_out) if result.speed else [],
-    )
+    """Render the contents of `FILES`, by name, see `Pages`; `figures` are SVG texts of a study, by their titles."""
+    data, page = FILES
+    made, content = pages(), json.dumps(result.as_json(), indent=1) + "\n"
+    return {data: content, **({} if made is None else {page: made.comparison(result, figures)})}

@@ -19,17 +19,15 @@ from indexcache_search.errors import SearchError
 from indexcache_search.eval import held_out, measure, result
 from indexcache_search.eval.held_out import ComparisonData, ComparisonSet
 from indexcache_search.eval.job import ComparisonJob
-from indexcache_search.eval.measure import Compared
-from indexcache_search.eval.speed import servers
-from indexcache_search.eval.speed.estimate import estimated, prices_at
+from indexcache_search.eval.speeds import Estimates, speeds
 from indexcache_search.eval.unswitched import Unswitched
 from indexcache_search.evaluation.identity import engine_identity, engine_words, today
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.hf.loading import check_seq_len, load_tokenizer, read_config, set_quiet
 from indexcache_search.results import speed_table, tables
+from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
-from indexcache_search.strategies.budget.layers import Prices
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers
 from sglang_indexcache.io.errors import IndexCacheError
@@ -47,47 +45,32 @@ def run(job: ComparisonJob) -> ComparisonResult | None:
     candidates, output = job.candidates, job.output
     candidates.check()
     set_quiet()
+    if pages() is None and not job.data.only_shown:
+        warn(job.console, f"{result.FILES[1]} is {UNWRITTEN}")
     reads = {"--model": [job.model], **candidates.reads(), **job.data.reads()}
     with outputs(candidates.command, output, output / "work", result.FILES, reads, ever=result.ever()) as out:
         begun = _begun(job)
         if begun is None:
             return None
-        measured = _on_servers(job, begun) if candidates.endpoints else _of_patterns(job, begun, out)
-        comparison = result.collect(
-            measured.lines,
-            begun.built,
-            begun.model.first_sparse_position,
-            model=begun.model.name,
-            engine=measured.engine,
-            seq_len=begun.built.data.seq_len,
-            prices=measured.prices,
-            speed=measured.speed,
-        )
+        failure = None
+        if candidates.endpoints:
+            comparison, failure = _on_servers(job, begun)
+        else:
+            comparison = _of_patterns(job, begun, out)
         out.replace(result.texts(comparison, candidates.figures(comparison)), job.console)
-    if measured.failure is not None:
-        raise SearchError(f"{measured.failure}; what was measured before is in {output / result.FILES[0]}")
+    if failure is not None:
+        raise SearchError(f"{failure}; what was measured before is in {output / result.FILES[0]}")
     return comparison
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A comparison whose data are read; `lines` are patterns, `prices` those of `--speed` without servers."""
+    """A comparison whose data are read; `lines` are patterns, `estimates` their speeds, if asked for."""
 
     model: ModelLayers
     lines: Sequence[Variant]
     built: ComparisonSet
-    prices: Sequence[Prices]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """Measurements of a comparison; `failure` is that of servers that were timed."""
-
-    lines: Sequence[Compared]
-    engine: str
-    speed: Sequence[SpeedRow]
-    prices: Prices | None = None
-    failure: IndexCacheError | None = None
+    estimates: Estimates | None
 
 
 def _begun(job: ComparisonJob) -> _Begun | None:
@@ -100,14 +83,14 @@ def _begun(job: ComparisonJob) -> _Begun | None:
     seq_len = data.seq_len or 4 * max(description.first_sparse_position, *map(_selected, lines), 0)
     check_seq_len(seq_len, config)
     _warn_of_whole(lines, seq_len, console)
-    speed_prices: list[Prices] = []
-    if speed is not None and candidates.endpoints:
-        if not data.only_shown:
-            servers.check(candidates.endpoints, speed.loads())
-    elif speed is not None:
-        speed_prices = prices_at(description, speed.contexts, speed.prices)
-        for unlike in dict.fromkeys(prices.unlike for prices in speed_prices if prices.unlike):
-            warn(console, f"--speed: reckoned as {speed_prices[0].table}, which this model is not: {unlike}")
+    estimates: Estimates | None = None
+    if speed is not None:
+        if (found := speeds()) is None:
+            raise SearchError("--speed needs an extension that is not installed")
+        if not candidates.endpoints:
+            estimates = found.estimates(description, speed, partial(warn, console))
+        elif not data.only_shown:
+            found.check(candidates.endpoints, speed)
     data = _with_reply(data, lines, seq_len, console)
     reader = TokenReader(lambda: load_tokenizer(job.model), config.vocab_size, seq_len, description.dense, data.rows)
     built = held_out.build(reader, description, data, seq_len, candidates.calibrated_on(specs))
@@ -118,10 +101,11 @@ def _begun(job: ComparisonJob) -> _Begun | None:
         warn(console, note)
     if built.left_out:
         warn(console, f"left out {built.left_out} documents that a {candidates.noun} was calibrated on")
-    return _Begun(description, lines, built, speed_prices)
+    return _Begun(description, lines, built, estimates)
 
 
-def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
+def _on_servers(job: ComparisonJob, begun: _Begun) -> tuple[ComparisonResult, IndexCacheError | None]:
+    """Return what was measured until servers failed that were timed, and that failure."""
     addresses, data, speed = job.candidates.endpoints, begun.built.data, job.speed
     rows: list[SpeedRow] = []
     failure = None
@@ -130,19 +114,20 @@ def _on_servers(job: ComparisonJob, begun: _Begun) -> _Measured:
         task = progress.add_task("servers", total=len(addresses) * data.num_sequences)
         compared = measure.servers(addresses, begun.built, partial(progress.advance, task))
         unswitched.check()
-        if speed is not None:
-            task = progress.add_task("speed", total=len(speed.loads()))
-            lines, done = [line.row.line for line in compared], partial(progress.advance, task)
+        if speed is not None and (timer := speeds()) is not None:
+            task = progress.add_task("speed", total=len(speed.loads))
+            lines, done = [line.line for line in compared], partial(progress.advance, task)
             try:
-                for found in servers.measure(addresses, lines, speed.loads(), data.tokens.ravel(), done):
+                for found in timer.timed(addresses, lines, speed, pool=data.tokens.ravel(), done=done):
                     unswitched.check()
                     rows += found
             except IndexCacheError as error:
                 failure = error
-    return _Measured(lines=compared, engine=", ".join(map(str, addresses)), speed=rows, failure=failure)
+    names = ", ".join(map(str, addresses))
+    return result.collect(compared, begun.built, begun.model, engine=names, speed=rows), failure
 
 
-def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
+def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> ComparisonResult:
     candidates, model, say = job.candidates, begun.model, partial(warn, job.console)
     with bar(job.console) as progress, ExitStack() as stack:
         distinct = len({model.native, *(line.pattern for line in begun.lines)})
@@ -155,10 +140,12 @@ def _of_patterns(job: ComparisonJob, begun: _Begun, out: Outputs) -> _Measured:
         with Journal(out.journal(), names, today(), job.restart, candidates.parse) as journal:
             compared = candidates.compared(engine, journal, begun.lines, begun.built, partial(progress.advance, task))
         engine.check_unchanged()
-        return _Measured(
-            lines=compared,
+        return result.collect(
+            compared,
+            begun.built,
+            model,
             engine=engine_words(engine),
-            speed=estimated([line.row.line for line in compared], begun.prices),
+            speed=[] if begun.estimates is None else begun.estimates([line.line for line in compared]),
             prices=candidates.prices(model, say, None if job.speed is None else job.speed.prices),
         )
 
@@ -199,4 +186,5 @@ def show(comparison: ComparisonResult, output: Path, out: Console) -> None:
         out.print(table)
     for line in comparison.findings:
         out.print(line, soft_wrap=True)
-    out.print(f"Wrote {output / 'eval.json'}, {output / 'eval.html'}", soft_wrap=True)
+    written = result.FILES if pages() is not None else result.FILES[:1]
+    out.print(f"Wrote {', '.join(str(output / name) for name in written)}", soft_wrap=True)

@@ -96,7 +96,7 @@ class HeldOut(ResultSection):
 class Spread(ResultSection):
     """The median over turns, with the smallest and the largest turn; of an estimate the value alone.
 
-    Of a gain: the ratio of the medians, and an interval from the ratios of the turns (see `speed.turns.interval`).
+    Of a gain: the ratio of the medians, and an interval from the ratios of the turns (the median's, of the sign test).
     """
 
     median: float

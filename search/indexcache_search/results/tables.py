@@ -147,9 +147,3 @@ def with_error(estimate: Estimate, form: str) -> str:
     """Format a mean with its standard error, if that is known; the error never has the sign of `form`."""
     digits = form.strip("+")
     return format(estimate.mean, form) + ("" if estimate.stderr is None else f" ±{format(estimate.stderr, digits)}")
-
-
-def retentions(held_out: HeldOut) -> Sequence[str]:
-    """Return the retentions compared, without the baseline's."""
-    rows = [row for row in held_out.rows if row.kind != BASELINE]
-    return list(dict.fromkeys(row.retention for row in rows if row.retention is not None))

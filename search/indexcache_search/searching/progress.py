@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from indexcache_search.engines.base import TimesPrompts
+from indexcache_search.eval.speeds import speeds
 from indexcache_search.evaluation import estimates
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.results.tables import with_error
@@ -33,7 +34,8 @@ class SearchProgress:
     def __init__(self, console: Console, begun: Begun) -> None:
         self.console, self._begun, self._chooses = console, begun, begun.chooses()
         self._time, self._over = time_left(begun), threading.Event()
-        self._name, self._phase, self._phases = "", 0, 4 + isinstance(begun.engine, TimesPrompts)
+        timed = isinstance(begun.engine, TimesPrompts) and speeds() is not None
+        self._name, self._phase, self._phases = "", 0, 4 + timed
         self._best: tuple[int, float, Pattern] | None = None
         self._live = Live(console=console, get_renderable=self._screen, transient=True)
         # FORCE_COLOR makes a terminal of a log, which wants colours, but no moves of a cursor

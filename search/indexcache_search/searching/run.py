@@ -13,16 +13,16 @@ from typing import Any
 
 from indexcache_search.console import warn
 from indexcache_search.engines.base import OVERLAP, Engine, TimesPrompts
+from indexcache_search.eval.speeds import speeds
 from indexcache_search.eval.table import tabulated
+from indexcache_search.results.pages import UNWRITTEN, pages
 from indexcache_search.results.schema import CostResult, SearchResult, SpeedRow, StepResult
 from indexcache_search.results.variant import BASELINE, VariantLosses
-from indexcache_search.searching import model_card
 from indexcache_search.searching.begin import Begun, begun
 from indexcache_search.searching.comparison import comparison_lines, evaluated
 from indexcache_search.searching.job import SearchJob
 from indexcache_search.searching.pattern_writer import FileWriter
 from indexcache_search.searching.progress import SearchProgress
-from indexcache_search.searching.prompt_times import measured_times
 from indexcache_search.searching.search import Found, Search
 from indexcache_search.strategies import measured_strategies
 from indexcache_search.strategies.base import Goal, Outcome, Step, TimeGoal
@@ -44,6 +44,8 @@ def run(job: SearchJob) -> SearchResult:
         IndexCacheError: if a request can't be met.
         NonFiniteLossError: if a loss is NaN or infinite.
     """
+    if pages() is None:
+        warn(job.console, f"{REPORT} and {CARD} are {UNWRITTEN}")
     with begun(job) as (search, out):
         budget = search.goal.budget
         if isinstance(budget, TimeGoal) and (unlike := budget.prices.unlike):
@@ -56,15 +58,12 @@ def run(job: SearchJob) -> SearchResult:
 
 
 def texts(result: SearchResult, model: str) -> dict[str, str]:
-    """Return the contents of pattern.yaml, metrics.json, report.html and README.md, by name."""
-    from indexcache_search.report.search import render  # matplotlib takes a second to import
-
-    named = ModelName.parse(model)
+    """Return the contents of pattern.yaml, metrics.json, report.html and README.md, by name; see `Pages`."""
+    named, made = ModelName.parse(model), pages()
     return {
         PATTERN: result.pattern_file.dumps(),
         METRICS: json.dumps(result.as_json(), indent=1) + "\n",
-        REPORT: render(result, named.repository if named.folder is None else "MODEL"),
-        CARD: model_card.render(result, named.repository if named.folder is None else None),
+        **({} if made is None else made.search(result, named.repository if named.folder is None else None)),
     }
 
 
@@ -95,10 +94,12 @@ class _Run:
                 rows.append(row)
                 self._progress.compared(row, rows[0])
         speed: list[SpeedRow] = []
-        if isinstance(engine, TimesPrompts):
+        if isinstance(engine, TimesPrompts) and (timer := speeds()) is not None:
             timed = [line for line in lines if line.kind == BASELINE or line.name == found.strategy.name]
             with self._timed("times of prompts"):
-                speed = measured_times(engine, timed, begun.held_out, begun.journal)
+                speed = timer.searched(engine, timed, begun.held_out, begun.journal)
+        elif isinstance(engine, TimesPrompts):
+            warn(self._progress.console, "prompts are not timed: that needs an extension which is not installed")
         with error_context("looking whether the model is still the same"):
             engine.check_unchanged()
         prices = prices_of(engine, goal, partial(warn, self._progress.console))

@@ -6,12 +6,12 @@ from rich.console import Console
 
 from indexcache_search.console import command, serving
 from indexcache_search.results import speed_table, tables
+from indexcache_search.results.pages import pages
 from indexcache_search.results.schema import SearchResult
 from indexcache_search.results.words import counted
-from indexcache_search.searching import model_card
 from indexcache_search.searching.job import Files
 from indexcache_search.strategies import DEFAULT_RETAIN
-from sglang_indexcache.pattern_file.result_folder import FILES, PATTERN, REPORT
+from sglang_indexcache.pattern_file.result_folder import CARD, FILES, PATTERN, REPORT
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
@@ -38,14 +38,17 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         f" {cost.share_of_algorithm_1:.1%} of the layer-tokens of Algorithm 1",
         soft_wrap=True,
     )
-    out.print(f"Wrote {', '.join(str(files.folder / name) for name in FILES)}", soft_wrap=True)
-    path = files.folder / PATTERN
-    out.print(f"Next: read {files.folder / REPORT} in a browser", soft_wrap=True)
+    made, path = pages(), files.folder / PATTERN
+    written = [files.folder / name for name in FILES if made is not None or name not in (REPORT, CARD)]
+    out.print(f"Wrote {', '.join(map(str, written))}", soft_wrap=True)
+    steps = [] if made is None else [f"read {files.folder / REPORT} in a browser"]
     if model is None:
         shares = ",".join(dict.fromkeys(row.retention for row in result.found if row.retention))
         asked = () if shares in ("", DEFAULT_RETAIN) else ("--retain", shares)
-        out.print(f"      {command('indexcache-eval', '--pattern', path, *asked)}", soft_wrap=True)
-        return
-    advised = f"{path}{model_card.suffix(result)}"
-    out.print(f"      {command('indexcache-check', advised, '--model', model)}", soft_wrap=True)
-    out.print(f"      {serving(advised, model, result.pattern_file.selection)}", soft_wrap=True)
+        steps.append(command("indexcache-eval", "--pattern", path, *asked))
+    else:
+        advised = f"{path}{'' if made is None else made.suffix(result)}"
+        steps.append(command("indexcache-check", advised, "--model", model))
+        steps.append(serving(advised, model, result.pattern_file.selection))
+    for number, step in enumerate(steps):
+        out.print(f"{'      ' if number else 'Next: '}{step}", soft_wrap=True)

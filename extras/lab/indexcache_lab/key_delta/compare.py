@@ -18,6 +18,7 @@ from indexcache_lab.dense import describe_dense
 from indexcache_lab.key_delta.engine import Costs, KeyEngine, main_stage
 from indexcache_lab.key_delta.file import KeyFile
 from indexcache_lab.key_delta.plan import BLOCK, LONG, METHODS, SINKS, STAGES, KeyMethod, KeyPlan
+from indexcache_report.drawing import blank, svg
 from indexcache_search.data.sketch import Sketch
 from indexcache_search.engines.base import Engine
 from indexcache_search.engines.registry import Surroundings
@@ -30,7 +31,6 @@ from indexcache_search.eval.measure import Compared, Done
 from indexcache_search.evaluation.estimates import Estimate
 from indexcache_search.evaluation.journal import Journal
 from indexcache_search.evaluation.plan import Plan
-from indexcache_search.report.drawing import blank, svg
 from indexcache_search.results.schema import ComparisonResult, HeldOut
 from indexcache_search.results.variant import BASELINE, NAMED, Variant
 from sglang_indexcache import ModelLayers
@@ -154,7 +154,7 @@ def compare(
         compared += measure.patterns(engine, journal, more, built, done)[1:]
 
     def with_costs(item: Compared) -> Compared:
-        plan = item.row.line.pattern
+        plan = item.line.pattern
         assert plan is not None
         return replace(item, extra={f"skips {stage}": cost.skipped(plan) for stage, cost in costs.items() if cost.rows})
 

@@ -127,14 +127,7 @@ def run(
                 lines.append(Variant(NAMED, f"one threshold, {item.asked:g}", None, item.uniform))
             built, rivalled = ComparisonSet(held_out, {}), [item.plan for item in found]
             compared = compare(engine, journal, lines, built, partial(progress.advance, task), rivalled=rivalled)
-            comparison = result.collect(
-                compared,
-                built,
-                description.first_sparse_position,
-                model=description.name,
-                engine=engine_words(engine),
-                seq_len=held_out.seq_len,
-            )
+            comparison = result.collect(compared, built, description, engine=engine_words(engine))
             judge = Judge(Evaluator(engine, held_out, "kl", journal, "kl"))
             gains = {item.asked: judge.difference(item.uniform, item.plan) for item in found}
         engine.check_unchanged()

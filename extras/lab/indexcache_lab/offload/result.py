@@ -11,8 +11,8 @@ from markupsafe import Markup
 from pydantic import Field
 from rich.table import Table
 
+from indexcache_report.drawing import GREY, blank, plain, svg
 from indexcache_search.evaluation.estimates import Estimate
-from indexcache_search.report.drawing import GREY, blank, plain, svg
 from indexcache_search.results.schema import ResultSection
 from indexcache_search.results.tables import fitted, with_error
 

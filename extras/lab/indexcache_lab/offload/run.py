@@ -240,7 +240,7 @@ class _Counter:
 
     def plan(self, line: Compared, baseline: Compared) -> PlanTraffic:
         """Count the traffic of a line's pattern, by the size of the buffer."""
-        engine, data, asked, pattern = self.engine, self.data, self.asked, line.row.line.letters
+        engine, data, asked, pattern = self.engine, self.data, self.asked, line.line.letters
         assert pattern is not None and line.divergence is not None
         selection = selection_in(pattern)
         selected = engine.model.index_topk if selection is None else selection.pages
@@ -250,13 +250,13 @@ class _Counter:
         everything = size_of.on_device(pattern, self.context, self.context)
         offloads = bool(selecting_layers(pattern))
         return PlanTraffic(
-            name=line.row.line.name,
+            name=line.line.name,
             pattern=pattern.roles,
             selection=None if selection is None else str(selection),
             selected=selected * size_of.item,
             item=size_of.item,
             kv_bytes=size_of.kv,
-            loss=estimates.increase(line.row.evaluation, baseline.row.evaluation, data),
+            loss=estimates.increase(line.evaluation, baseline.evaluation, data),
             kl=estimates.loss(line.divergence, data),
             everything=everything,
             host_bytes=size_of.on_host(pattern, self.context),

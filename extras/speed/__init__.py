@@ -1,0 +1,1 @@
+"""Speed of patterns and servers beside their loss, and its tests."""

@@ -1,0 +1,1 @@
+"""Generated tasks that need a long context, and their tests."""
