@@ -20,7 +20,16 @@ from sglang_indexcache.io.atomic import read_json_object, read_regular
 from sglang_indexcache.io.digest import file_digest
 from sglang_indexcache.io.errors import FileError, IndexCacheError, PatternFileError
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.result_folder import CARD, FILES, MARK, METRICS, PAGES, PATTERN, SEARCH, ResultFolder
+from sglang_indexcache.pattern_file.result_folder import (
+    CARD,
+    FILES,
+    MARK,
+    METRICS,
+    PAGES,
+    PATTERN,
+    SEARCH,
+    ResultFolder,
+)
 
 MAX_BYTES = 64 << 20  # of each of them
 
@@ -58,7 +67,7 @@ class SearchFolder(ResultFolder):
         if mark is None:
             return None
         pinned, path = mark.download(MAX_BYTES)
-        for name in FILES:
+        for name in _expected(path.parent):
             replace(pinned, path=name).download(MAX_BYTES)
         return cls(path.parent, f"{pinned.repository}@{pinned.revision}")
 
@@ -75,6 +84,15 @@ class SearchFolder(ResultFolder):
         number = sum((self.path / name).exists() for name in FILES)
         belong = f"its {number} files belong together, as {SEARCH} wrote them (which does not say who ran it)"
         return "\n".join([f"folder    {self.name}", *([f"problem: {line}" for line in problems] or [belong])])
+
+
+def _expected(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files that a folder should have, of which it may have its mark alone."""
+    try:
+        listed = _read_mark(folder).files
+    except FileError:
+        return FILES
+    return FILES if any(name in listed for name in PAGES) else (PATTERN, METRICS)
 
 
 def _read_mark(folder: Path) -> _Mark:
