@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extras.overlap.tests.test_overlap import registered
 from indexcache_lab.offload.counted import misses, misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses
 from indexcache_lab.offload.selections import MISSES, Selections
@@ -35,7 +36,7 @@ from tests.core.test_control import Scheduler, _no_sglang, ask, controller
 from tests.search.calibration_stub import DATA, MODEL, PATTERNS, Stub
 from tests.search.test_answers import answering, mutated, ranks, server, spoilt
 from tests.search.test_calibration_lease import by_a_thief, by_somebody_else, client
-from tests.search.test_measuring import forward_batch, registered
+from tests.search.test_measuring import forward_batch
 
 __all__ = ["_no_sglang", "answering", "registered"]
 STEPS = 4
