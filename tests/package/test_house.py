@@ -6,12 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ("sglang_indexcache", "search/indexcache_search", "kernels/indexcache_kernels")
-BUDGET = 33720
-"""Lines of Python. The aim is 29,000: what a launch line, an override and a lease mean took 3,100 since that was set,
-latency tables of whole models 260, blocks under context parallelism 345, help of two lengths and manifests 100, time
-left of a search 35, other `index_topk` 22, ranks that compare weights 22, answers that name their pattern 24, HY-V4's
-blocks 20, indexers that score no later keys on a CPU 46, sequences side by side there 44: the demo takes half of the
-time.
+BUDGET = 28000
+"""Lines of Python; the aim was 29,000.
 
 Lower it when lines go. Raise it by hand, in a commit that says what users gain.
 """

@@ -6,7 +6,7 @@ PyTorch's threads meet after every operation on a short sequence, and spin until
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from copy import deepcopy
 from threading import Event
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 
 R = TypeVar("R")
 Rows = Sequence[int]
+SIGNALS_SECONDS = 0.2  # between looks for an interrupt
 
 
 def with_same_weights(model: Any) -> Any:
@@ -38,8 +39,11 @@ def side_by_side(lanes: Sequence[Any], work: Callable[[Any, Rows], R], batches: 
     try:
         with ThreadPoolExecutor(len(lanes)) as pool:
             try:
-                for done in as_completed([pool.submit(run, lane) for lane in range(len(lanes))]):
-                    done.result()
+                running = {pool.submit(run, lane) for lane in range(len(lanes))}
+                while running:  # a signal that comes just before a wait begins does not end it
+                    ended, running = wait(running, SIGNALS_SECONDS, FIRST_COMPLETED)
+                    for lane in ended:
+                        lane.result()
             finally:
                 stop.set()
     finally:
