@@ -30,7 +30,6 @@ MUST_HOLD = (  # files of each package without which its commands don't run
     "indexcache_lab/py.typed",
     "indexcache_launch/options.json",
     "indexcache_minimax/py.typed",
-    "indexcache_overlap/py.typed",
     "indexcache_published/files/glm-5-quarter.yaml",
     "indexcache_report/py.typed",
     "indexcache_rows/py.typed",

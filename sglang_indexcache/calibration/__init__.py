@@ -16,6 +16,7 @@ from sglang_indexcache.calibration.control import METHOD, Controller
 from sglang_indexcache.calibration.divergence import Divergence, limit_gb
 from sglang_indexcache.calibration.lm_head import around_logits
 from sglang_indexcache.calibration.measure import Measure
+from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.calibration.route import Route
 from sglang_indexcache.io.extensions import extensions
@@ -67,7 +68,7 @@ def begin(plan: EnginePlan) -> None:
     assert isinstance(plan, Calibration)
     if plan not in _controllers:
         added = (measure() for measure in extensions("measures", Measure).values())
-        _controllers[plan] = Controller(plan, (Divergence(limit_gb()), *added))
+        _controllers[plan] = Controller(plan, (Divergence(limit_gb()), Overlap(), *added))
 
 
 def _of_process() -> Controller | None:

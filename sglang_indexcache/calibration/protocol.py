@@ -17,7 +17,7 @@ from sglang_indexcache.io.errors import one_line
 VERSION = 2  # of this protocol: 1 had no lease
 STATUS, CHECK, SWITCH = "status", "check", "switch"
 LEASE, RELEASE = "lease", "release"
-BASELINE, KL = "baseline", "kl"
+BASELINE, KL, SAMPLE, OVERLAP = "baseline", "kl", "sample", "overlap"
 KEEP = "keep"  # on a request: the baseline's hidden states
 BAD_REQUEST, CONFLICT, LOCKED = int(HTTPStatus.BAD_REQUEST), int(HTTPStatus.CONFLICT), int(HTTPStatus.LOCKED)
 LEASE_SECONDS = 60.0  # the longest time that a lease outlives its client
@@ -63,7 +63,7 @@ class Measured:
     """A measurement on a request.
 
     Attributes:
-        what: `keep` the baseline's hidden states, or the name of a `Measure`, such as `kl` to them.
+        what: `keep` the baseline's hidden states, or the name of a `Measure`, such as `kl` to them or index `overlap`.
         sequence: number of the sequence in the data set.
         data: `tag` of the data set, so that nothing of another one is taken for it.
         nonce: makes the id unique among all requests.

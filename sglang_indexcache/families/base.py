@@ -93,7 +93,7 @@ class SglangAdapter(ABC):
         place: what messages call a site: a `layer`, or a `letter` where the model numbers its layers otherwise.
         proven_after: the function of SGLang after which `loaded` is called and the roles are read back.
         calibrated: whether a calibration server can switch patterns.
-        shows_indices: whether SGLang hands what each layer selects to its capturer, so that measures see it.
+        shows_indices: whether SGLang hands what each layer selects to its capturer, so that overlap can be measured.
         refused_flags: attributes of SGLang's server arguments that can't be combined with S layers, and why.
         prompt_graphs_since: the first SGLang that captures graphs of prompts unasked; `None` if none does.
         fp8_on_blackwell: whether SGLang keeps the cache in fp8 on Blackwell GPUs unasked.

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from indexcache_overlap.measure import Overlap
 from sglang_indexcache import IndexCacheError, Pattern
 from sglang_indexcache.calibration import protocol
 from sglang_indexcache.calibration.control import Controller
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.measure import Action, Measure
+from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import Calibration
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.needs import RULE

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CORE = tuple(ROOT / name for name in ("sglang_indexcache", "search/indexcache_search", "kernels/indexcache_kernels"))
 EXTRAS = sorted(path.name for path in (ROOT / "extras").iterdir() if (path / f"indexcache_{path.name}").is_dir())
-ALL = "dense forecast harness lab launch minimax overlap published report rows speed tasks train watch".split()
+ALL = "dense forecast harness lab launch minimax published report rows speed tasks train watch".split()
 MAY_IMPORT = {"dense": {"report"}, "lab": {"dense", "report", "train"}, "watch": {"rows"}}
 """By extra, the others that it may import."""
 WORDS = re.compile(

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from indexcache_overlap.client import index_overlap
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.calibration_client import CalibrationServer, ServerLostError
 from indexcache_search.engines.lease import HeldLease
@@ -135,7 +134,7 @@ KINDS: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], bool]]] = {
     "kl": (ranks(sums={"a": [2.5, 1.5, 5]}), lambda: server().divergences({"a": [(2, 7)]}), sane_sums),
     "overlap": (
         ranks(overlap=OVERLAP.tolist(), queries=12),
-        lambda: index_overlap(server(), LAYERS),
+        lambda: server().index_overlap(LAYERS),
         sane_overlap,
     ),
     "models": ({"data": [{"id": "m"}]}, lambda: Endpoint("http://host:1").model, lambda name: isinstance(name, str)),

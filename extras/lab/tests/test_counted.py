@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from extras.overlap.tests.test_overlap import registered
 from indexcache_lab.offload.counted import misses, misses_on
 from indexcache_lab.offload.lru_buffer import hisparse_misses
 from indexcache_lab.offload.selections import MISSES, Selections
-from indexcache_overlap.measure import Overlap
 from indexcache_search.engines import sglang
 from indexcache_search.engines.calibration_client import ServerLostError
 from indexcache_search.engines.sglang import SglangEngine
@@ -26,6 +24,7 @@ from indexcache_search.errors import SearchError
 from sglang_indexcache import IndexCacheError
 from sglang_indexcache.calibration.divergence import Divergence
 from sglang_indexcache.calibration.measure import Measure
+from sglang_indexcache.calibration.overlap import Overlap
 from sglang_indexcache.calibration.preflight import CalibrationError
 from sglang_indexcache.calibration.protocol import Measured
 from sglang_indexcache.families.dsa import DSA
@@ -36,7 +35,7 @@ from tests.core.test_control import Scheduler, _no_sglang, ask, controller
 from tests.search.calibration_stub import DATA, MODEL, PATTERNS, Stub
 from tests.search.test_answers import answering, mutated, ranks, server, spoilt
 from tests.search.test_calibration_lease import by_a_thief, by_somebody_else, client
-from tests.search.test_measuring import forward_batch
+from tests.search.test_measuring import forward_batch, registered
 
 __all__ = ["_no_sglang", "answering", "registered"]
 STEPS = 4

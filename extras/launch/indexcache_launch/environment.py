@@ -43,7 +43,7 @@ def family_features() -> tuple[Feature, ...]:
         features += [] if blocks is None else [blocks.blocks, blocks.sharding, blocks.grouping, blocks.context]
         features += served.variants
     features += [measure.feature for measure in extensions("measures", object).values()]
-    return tuple(dict.fromkeys(item for item in features if item is not None and item not in FEATURES))
+    return tuple(dict.fromkeys(item for item in features if item is not None))
 
 
 def all_features() -> tuple[Feature, ...]:

@@ -58,6 +58,8 @@ class Rank(Answer):
     process: Count = 0
     missing: list[Count] = []
     sums: dict[str, tuple[_Number, _Number, Annotated[int, Field(gt=0)]]] = {}
+    overlap: list[list[Finite]] = []
+    queries: Count = 0
 
     @field_validator("versions")
     @classmethod

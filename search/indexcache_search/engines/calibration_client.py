@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from indexcache_search.engines.answers import GENERATED, OneRank, Rank, check_divergence, ranks_of, token_logprobs
 from indexcache_search.engines.control_requests import Control, LeaseEndedError, ServerBusyError, ServerLostError
 from indexcache_search.engines.lease import HeldLease
@@ -20,6 +22,7 @@ STATUS_SECONDS = 30.0
 CONTROL_SECONDS = 300.0  # a switch is quick; announcing a baseline takes megabytes
 REQUEST_SECONDS = 3600.0  # one sequence of hundreds of thousands of tokens on a busy machine
 BUSY_SECONDS = 120
+_ROUNDING = 1e-6  # tolerance for means of counts
 _BYTES, _BYTES_A_TOKEN = 4 << 20, 1 << 10  # limits of an answer
 
 
@@ -151,6 +154,25 @@ class CalibrationServer:
         except ValueError as error:
             raise SearchError(f"{self.url}: gave {error}") from None
         return sums
+
+    def sample_indices(self, positions: Sequence[int]) -> None:
+        """Start sampling the queries at `positions` of requests marked for it."""
+        self.control(protocol.SAMPLE, Rank, positions=[int(position) for position in positions])
+
+    def index_overlap(self, layers: int) -> tuple[list[list[float]], int]:
+        """Stop sampling; return the mean overlap of each two of `layers` layers, and the number of sampled queries."""
+        ranks = self.control(protocol.OVERLAP, Rank)
+        self.check_undisturbed(ranks)
+        answer = ranks[0]
+        if len(answer.overlap) != layers or {len(row) for row in answer.overlap} != {layers}:
+            raise SearchError(f"{self.url}: gave no overlap of all {layers} layers")
+        found = np.asarray(answer.overlap)
+        beyond = max(-found.min(), found.max() - 1.0, np.abs(found - found.T).max(), np.abs(found.diagonal() - 1).max())
+        if beyond > _ROUNDING:
+            raise SearchError(
+                f"{self.url}: gave an overlap that is none: expected 0 to 1, symmetric, 1 of a layer's own"
+            )
+        return answer.overlap, answer.queries
 
     def control(self, action: str, kind: type[OneRank], **body: Any) -> list[OneRank]:
         """Send a control request, such as one of a `calibration.measure.Measure`; return what all ranks answer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from indexcache_search.data.tokens import TokenSet
+from indexcache_search.data.tokens import TokenSet, sampled_queries
 from indexcache_search.engines.answers import Rank
 from indexcache_search.engines.base import Result
 from indexcache_search.engines.calibration_client import CalibrationServer
@@ -25,8 +24,7 @@ from indexcache_search.evaluation.identity import Place
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.evaluation.objectives import Objective
 from sglang_indexcache import ModelLayers, Pattern
-from sglang_indexcache.calibration.protocol import KEEP, KL, Measured, Range
-from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.calibration.protocol import KEEP, KL, OVERLAP, Measured, Range
 
 LONGEST_PAUSE = 30.0
 
@@ -38,17 +36,6 @@ class _Loss:
     deadline: float
     pause: float = 0.5
     was_back: bool = False
-
-
-class ServerMatrix(ABC):
-    """A matrix of `Engine.matrix` that servers measure, by its name in the group `indexcache.server_matrices`.
-
-    Servers offer it by a `calibration.measure.Measure` of the same name.
-    """
-
-    @abstractmethod
-    def on(self, lane: CalibrationServer, model: ModelLayers, data: TokenSet, rows: int) -> NDArray[np.float64]:
-        """Measure it on one server, which may be lost meanwhile; for the others see `Engine.matrix`."""
 
 
 class SglangEngine:
@@ -87,14 +74,13 @@ class SglangEngine:
     ) -> None:
         self.model, self.batch_size = description, batch_size
         self._patience, self._notice = patience, notice
-        self._matrices: Mapping[str, ServerMatrix] = extensions("server_matrices", ServerMatrix)
         self._servers, self._lost = tuple(servers), dict[CalibrationServer, _Loss]()
         try:
             self._lanes = [lane for server in servers for lane in server.lanes()]
             first = self._lanes[0].status()
             self.name, self.settings = self._kind(first)
             self.weights_sha256, self.answers = first.weights_sha256, frozenset(first.measures)
-            self.measures = self.answers & self._matrices.keys()
+            self.measures = self.answers & {OVERLAP}
             for lane in self._lanes:
                 self._check_same(lane, lane.status())
             for server in self._servers:
@@ -185,7 +171,7 @@ class SglangEngine:
         """
         if name not in self.measures:
             return None
-        return self.anywhere(lambda lane: self._matrices[name].on(lane, self.model, data, rows))
+        return self.anywhere(lambda lane: self._overlap(lane, data, rows))
 
     def anywhere(self, work: Callable[[CalibrationServer], Result]) -> Result:
         """Run `work` on the first reachable lane.
@@ -326,6 +312,17 @@ class SglangEngine:
         missing = lane.missing_baselines(data.sha256, whole)
         if missing:
             raise SearchError(f"{lane.url}: kept no baseline of sequence {missing[0]}")
+
+    def _overlap(self, lane: CalibrationServer, data: TokenSet, rows: int) -> NDArray[np.float64]:
+        positions = sampled_queries(data.seq_len, self.model.first_sparse_position, rows)
+        lane.switch(self.model.native)
+        lane.sample_indices(positions.tolist())
+        for row in range(data.num_sequences):
+            lane.logprobs([data.tokens[row].tolist()], data.seq_len - 1, [Measured.new(OVERLAP, row, data.sha256).rid])
+        overlap, queries = lane.index_overlap(self.model.num_layers)
+        if queries != len(positions) * data.num_sequences:
+            raise SearchError(f"{lane.url}: sampled {queries} queries, expected {len(positions) * data.num_sequences}")
+        return np.asarray(overlap)
 
 
 def _score(answer: list[tuple[float, bool]], scored: NDArray[np.bool_]) -> tuple[float, int]:

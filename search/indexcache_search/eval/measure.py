@@ -30,7 +30,7 @@ class Compared(VariantLosses):
     Attributes:
         divergence: `kl` to the baseline, where it can be measured.
         generated: by sequence, the share of a task's answers found in the server's own text.
-        extra: see `results.Row`.
+        extra: see `schema.Row`.
     """
 
     divergence: Losses | None

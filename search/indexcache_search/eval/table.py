@@ -59,7 +59,7 @@ def _priced(baseline: Variant, prices: Prices | None) -> PricesResult | None:
 
 
 def _described(line: Variant) -> dict[str, Any]:
-    """Return the columns of a `results.Row` that identify it."""
+    """Return the columns of a `schema.Row` that identify it."""
     plan = line.pattern
     return {
         "kind": line.kind,
@@ -73,7 +73,7 @@ def _described(line: Variant) -> dict[str, Any]:
 
 
 def _speed(line: Variant, baseline: Variant, prices: Prices | None) -> dict[str, Any]:
-    """Return the column of a `results.Row` that is reckoned, where the latency table has the pattern's blocks."""
+    """Return the column of a `schema.Row` that is reckoned, where the latency table has the pattern's blocks."""
     pattern, native = line.letters, baseline.letters
     if prices is None or pattern is None or native is None:
         return {}
@@ -121,7 +121,7 @@ def _phase_summaries(
 def _measure(
     evaluation: Losses, baseline: Losses, data: TokenSet, correct: NDArray[np.float64] | None = None
 ) -> dict[str, Any]:
-    """Return the columns of a `results.Row` that were measured."""
+    """Return the columns of a `schema.Row` that were measured."""
     hits = np.asarray(evaluation.correct, np.float64) if correct is None else correct
     return {
         "loss": estimates.loss(evaluation, data),

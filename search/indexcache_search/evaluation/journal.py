@@ -32,7 +32,7 @@ class Journal:
     and a line that fails it is refused.
 
     Args:
-        folder: the work directory, created if missing. Callers hold it against other processes (`owned.outputs`).
+        folder: the work directory, created if missing. Callers hold it against other processes (`workdir.outputs`).
         identity: conditions on which results depend.
         facts: facts of the first run, such as the date; not compared.
         restart: discard earlier records.

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from sglang_indexcache.calibration.measure import UNMEASURED, Action, Measure
 from sglang_indexcache.calibration.passes import Capturer, parts, register
 from sglang_indexcache.calibration.preflight import Calibration, CalibrationError
+from sglang_indexcache.calibration.protocol import OVERLAP, SAMPLE
 from sglang_indexcache.serving.proof import current_roles
 from sglang_indexcache.sglang.probes import SAMPLING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-OVERLAP, SAMPLE = "overlap", "sample"
 
 
 class Overlap(Capturer, Measure):

@@ -1,1 +1,0 @@
-"""Index overlap of the layers on calibration servers: how alike their selections are."""
