@@ -264,7 +264,10 @@ def same_digests(text: str, said: Mark) -> bool:
     return command == "indexcache-search" and listed == {name: said.files[name] for name in FILES}
 
 
-def test_a_thousand_answers_of_a_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answers", [300, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_hundreds_of_answers_of_a_hub(
+    answers: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Changed headers and files: the pattern file that was put there, or one line."""
     monkeypatch.chdir(tmp_path)
     rng, text = random.Random(12), (folder / PATTERN).read_text()
@@ -292,7 +295,7 @@ def test_a_thousand_answers_of_a_hub(folder: Path, tmp_path: Path, monkeypatch: 
         "Location",
     ]
     with serving(FakeHub()) as hub:
-        for number in range(1_000):
+        for number in range(answers):
             use(hub.address, tmp_path / f"cache-{number % 7}-{number}", monkeypatch)
             content = text if rng.random() < 0.5 else mutated(text, rng)
             hub.put("org/name", PATTERN, content.encode("utf-8", "surrogatepass"))
@@ -303,4 +306,4 @@ def test_a_thousand_answers_of_a_hub(folder: Path, tmp_path: Path, monkeypatch: 
                 accepted += 1
                 assert found == (whole if content == text else PatternFile.loads(content.encode()))
             shutil.rmtree(tmp_path / f"cache-{number % 7}-{number}", ignore_errors=True)
-    assert 20 < accepted < 900
+    assert answers // 50 < accepted < 0.9 * answers

@@ -20,7 +20,7 @@ SHAPES = [  # slots of a table's page, tokens of a page, heads, key heads, dimen
     (1, 16, 6, 2, 16),
     (16, 64, 28, 4, 128),
     (1, 4, 9, 3, 80),
-    (4, 128, 3, 3, 64),
+    pytest.param(4, 128, 3, 3, 64, marks=pytest.mark.slow),
     pytest.param(64, 256, 32, 8, 128, marks=LARGE),
 ]
 FEW = PageBudget(page_tokens=16, pages=4, recent_pages=1)

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -251,16 +252,20 @@ def test_colours_follow_the_scheme(opened: Open, scheme: str) -> None:
     assert (paper, text, pick) == expected[scheme]
 
 
+AT_ONCE = [("report", "light", DESKTOP), ("report", "dark", PHONE), ("eval", "dark", PHONE)]
+
+
 @pytest.mark.parametrize(
-    ("scheme", "width"),
+    ("name", "scheme", "width"),
     [
-        ("light", DESKTOP),
-        ("dark", PHONE),
-        pytest.param("light", PHONE, marks=pytest.mark.slow),
-        pytest.param("dark", DESKTOP, marks=pytest.mark.slow),
+        *AT_ONCE,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(["report", "eval", "without times"], ["light", "dark"], [DESKTOP, PHONE])
+            if case not in AT_ONCE
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["report", "eval", "without times"])
 def test_the_checker_of_accessibility_finds_nothing(opened: Open, name: str, scheme: str, width: int) -> None:
     page = opened(name, width, scheme)
     page.locator("summary").first.click() if page.locator("summary").count() else None

@@ -133,6 +133,7 @@ def split(rank: int, stage: Stage) -> dict[str, Tensor]:
     return {name: gradient / 2 for name, gradient in found.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:
     """Of all parameters: the keys of the attention itself come from both ranks, too."""
     batch = {**packed(), "num_items_in_batch": torch.tensor(22.0)}
