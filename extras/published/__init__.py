@@ -1,1 +1,1 @@
-"""What others published."""
+"""Lists patterns that others published, and finds files and folders on the hub; see README.md."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from sglang_indexcache.checkpoint.checkpoint import Checkpoint
 from sglang_indexcache.io.errors import IndexCacheError
-from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.io.extensions import extensions, first_made
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec
 from sglang_indexcache.sglang.asked import Asked
@@ -155,7 +155,8 @@ def remarks_on(checked: Checked) -> Findings:
 
 def launches() -> Launches | None:
     """Return what reads launch lines; `None` where no extension does."""
-    return next((each() for each in extensions("launches", Launches).values()), None)
+    found: Launches | None = first_made("launches", Launches)
+    return found
 
 
 def reader(option: str) -> Launches:

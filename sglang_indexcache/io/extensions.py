@@ -37,6 +37,15 @@ def extensions(group: str, kind: type) -> Mapping[str, Any]:
     return MappingProxyType(found)
 
 
+def first_made(group: str, kind: type) -> Any:
+    """Make what the first extension of a group is a class of; return `None` if the group has none.
+
+    Raises:
+        ExtensionError: as `extensions`.
+    """
+    return next((each() for each in extensions(group, kind).values()), None)
+
+
 def _loaded(entry: EntryPoint, kind: type) -> Any:
     try:
         found = entry.load()

@@ -296,6 +296,7 @@ def test_without_a_reader_of_launch_lines_what_needs_one_is_refused(
 ) -> None:
     """A server is still refused what the plugin refuses; the launcher alone has nothing to say before."""
     monkeypatch.setattr(findings, "extensions", lambda group, kind: {})
+    monkeypatch.setattr(findings, "first_made", lambda group, kind: None)
     line = "needs an extension that reads launch lines (indexcache.launches): none is here"
     assert check.main(["FSSS", "--server-args", "--tp 2"]) == 2
     assert capsys.readouterr().err == f"indexcache-check: --server-args {line}\n"

@@ -229,6 +229,13 @@ def test_a_repository_of_the_hub_is_checked_like_a_folder(
         hub.put("org/other", MARK, (folder / MARK).read_bytes())
         assert main(["org/other"]) == 2
         assert f"org/other@{COMMIT}/{PATTERN}: no such file here, and it can't be" in capsys.readouterr().err
+        mark = json.loads((folder / MARK).read_text())  # of a search without an extension that writes pages
+        mark["files"] = {name: mark["files"][name] for name in (PATTERN, METRICS)}
+        hub.put("org/pageless", MARK, json.dumps(mark).encode())
+        for name in (PATTERN, METRICS):
+            hub.put("org/pageless", name, (folder / name).read_bytes())
+        assert main(["org/pageless"]) == 0
+        assert capsys.readouterr().out.startswith(f"folder    org/pageless@{COMMIT}\nits 2 files belong together")
 
 
 # -- a thousand of each

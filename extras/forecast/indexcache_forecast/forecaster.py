@@ -1,4 +1,4 @@
-"""What the core asks of the forecast."""
+"""The entry point of the group `indexcache.forecasts`."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_draft_goes_its_own_way_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_without_a_forecaster_the_time_left_is_not_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert isinstance(forecasts._forecaster(), StandInForecaster)
-    monkeypatch.setattr(forecasts, "extensions", lambda group, kind: {})
+    monkeypatch.setattr(forecasts, "first_made", lambda group, kind: None)
     done = CliRunner().invoke(app, ["--estimate", "--output", str(tmp_path / "out")])
     assert done.exit_code == 2 and "--estimate needs an extension that is not installed" in done.output
     begun: Any = None

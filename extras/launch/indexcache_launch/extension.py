@@ -1,4 +1,4 @@
-"""What this package adds to `indexcache-check`, to the launcher and to servers of a search's own."""
+"""The entry points by which `indexcache-check`, the launcher and a search's own server have launch lines judged."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class LaunchLines(Launches):
 
 
 class Overrides(Remarks):
-    """What engines would run with a user's overrides alone, without the launcher."""
+    """Says what engines would run with a user's overrides alone, without the launcher."""
 
     def on(self, checked: Checked) -> Findings:
         """See `Remarks.on`."""

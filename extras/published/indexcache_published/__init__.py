@@ -1,1 +1,1 @@
-"""What others published: patterns with what they gain, and pattern files and folders of searches on the hub."""
+"""Lists patterns that others published with what they gain; gets pattern files and folders of searches from the hub."""

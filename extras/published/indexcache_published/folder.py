@@ -63,11 +63,15 @@ class SearchFolder(ResultFolder):
         """See `ResultFolder.find`; of a repository, its files are downloaded first."""
         if os.path.isdir(text):  # noqa: PTH112 (Path.is_dir raises for names that are too long)
             return cls(Path(text), text)
-        mark = HubFile.in_repository(text, MARK)
-        if mark is None:
+        file = HubFile.in_repository(text, MARK)
+        if file is None:
             return None
-        pinned, path = mark.download(MAX_BYTES)
-        for name in _expected(path.parent):
+        pinned, path = file.download(MAX_BYTES)
+        try:
+            names = _expected(path.parent, _read_mark(path.parent))
+        except FileError:  # which `problems` says
+            names = FILES
+        for name in names:
             replace(pinned, path=name).download(MAX_BYTES)
         return cls(path.parent, f"{pinned.repository}@{pinned.revision}")
 
@@ -86,13 +90,10 @@ class SearchFolder(ResultFolder):
         return "\n".join([f"folder    {self.name}", *([f"problem: {line}" for line in problems] or [belong])])
 
 
-def _expected(folder: Path) -> tuple[str, ...]:
-    """Return the names of the files that a folder should have, of which it may have its mark alone."""
-    try:
-        listed = _read_mark(folder).files
-    except FileError:
-        return FILES
-    return FILES if any(name in listed for name in PAGES) else (PATTERN, METRICS)
+def _expected(folder: Path, mark: _Mark) -> tuple[str, ...]:
+    """Return the names of the files that a mark promises for a folder: pages may never have been written."""
+    pages = any(name in mark.files or (folder / name).exists() for name in PAGES)
+    return FILES if pages else (PATTERN, METRICS)
 
 
 def _read_mark(folder: Path) -> _Mark:
@@ -112,8 +113,7 @@ def _read_mark(folder: Path) -> _Mark:
 
 def _changed(folder: Path, mark: _Mark) -> Iterator[str]:
     """Yield a line for each file that is not there, or whose sha256 the mark does not list."""
-    pages = any(name in mark.files or (folder / name).exists() for name in PAGES)
-    for name in FILES if pages else (PATTERN, METRICS):
+    for name in _expected(folder, mark):
         path, listed = folder / name, mark.files.get(name)
         try:
             if listed is None or len(listed) != 1:  # a run that was killed may leave two

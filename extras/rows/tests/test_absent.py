@@ -17,8 +17,8 @@ from indexcache_search.errors import DataError
 def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert len(shapes.shapes()) > 10
     shapes.shapes.cache_clear()
-    for module in (formats, shapes):
-        monkeypatch.setattr(module, "extensions", lambda group, kind: {})
+    monkeypatch.setattr(shapes, "extensions", lambda group, kind: {})
+    monkeypatch.setattr(formats, "first_made", lambda group, kind: None)
     yield
     shapes.shapes.cache_clear()
 

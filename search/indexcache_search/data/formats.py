@@ -19,7 +19,7 @@ from indexcache_search.data.shapes import kind
 from indexcache_search.errors import DataError, NoRequestsError, RowError
 from sglang_indexcache.io.atomic import reason
 from sglang_indexcache.io.errors import one_line
-from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.io.extensions import first_made
 from sglang_indexcache.io.faults import is_pointer
 
 KINDS = {
@@ -156,7 +156,8 @@ def _log(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _log_format() -> LogFormat | None:
-    return next((kind() for kind in extensions("logs", LogFormat).values()), None)
+    found: LogFormat | None = first_made("logs", LogFormat)
+    return found
 
 
 def _row(line: str) -> Record:

@@ -10,7 +10,7 @@ from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.losses import Evaluation
 from indexcache_search.searching.begin import Begun
 from indexcache_search.searching.job import SearchJob
-from sglang_indexcache.io.extensions import extensions
+from sglang_indexcache.io.extensions import first_made
 
 
 class Elapsed:
@@ -88,4 +88,5 @@ def estimate(job: SearchJob, hourly_price: float | None) -> str:
 
 
 def _forecaster() -> Forecaster | None:
-    return next((kind() for kind in extensions("forecasts", Forecaster).values()), None)
+    found: Forecaster | None = first_made("forecasts", Forecaster)
+    return found
