@@ -25,17 +25,21 @@ def write(text):
     file.write(text)
     file.close()  # not where it is deleted, where a signal can't raise
 
+def rest():
+    for _ in range(1000):
+        time.sleep(0.2)  # Python answers a signal that comes just before a sleep only after it
+
 def work():
     if mode == "imports":
         write("at it")
-        time.sleep(200)
+        rest()
     if mode in ("works", "swallows", "stuck"):
         process.let_work_end()
         try:
             while True:
                 try:
                     write("at it")
-                    time.sleep(200)
+                    rest()
                 except KeyboardInterrupt:
                     if mode == "works":
                         raise
@@ -47,10 +51,10 @@ def work():
         class Thing:
             def __del__(self):
                 write("at it")
-                time.sleep(200)
+                rest()
         process.let_work_end()
         Thing()
-        time.sleep(200)
+        rest()
     print("\\u00b1" * 3, "result")
     write("written")
     return int(mode) if mode.isdigit() else None

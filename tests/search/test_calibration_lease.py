@@ -144,7 +144,8 @@ def main():
     server = CalibrationServer(address, lease=HeldLease(Control(address), float(sys.argv[2])))
     server.hold()
     print("held", flush=True)
-    time.sleep(60)
+    for _ in range(300):
+        time.sleep(0.2)  # Python answers a signal that comes just before a sleep only after it
 process.run("search", main)
 """
 
