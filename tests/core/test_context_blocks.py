@@ -87,7 +87,7 @@ def whole(parts: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)), 3, 8])
 @pytest.mark.parametrize("queries", [2, 4, TOPK])
 @pytest.mark.parametrize("name", PASSES)
 def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int, name: str) -> None:

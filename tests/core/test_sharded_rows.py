@@ -66,7 +66,7 @@ def test_every_row_is_selected_for_once_and_stands_where_it_was(seed: int) -> No
 
 
 @pytest.mark.parametrize("kind", [PAGED, RAGGED, UNFUSED])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 8])
 @pytest.mark.parametrize("queries", [None, 4], ids=["exact", "blocks"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_selections_are_those_of_one_rank(kind: str, ranks: int, queries: int | None, call: Call) -> None:

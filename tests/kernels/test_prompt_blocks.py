@@ -117,7 +117,7 @@ def test_what_queries_attend_to(backend: Any, kind: int, topk: int, queries: int
             )
             assert result[begin + number].tolist() == naive.translate(wanted, of_row)[0].tolist()
     assert (result[80:] == 7).all()
-    for ranks, some in ((2, (0, 1)), (3, (0, 1, 2)), (8, (0, 7)), (90, (0, 41, 79, 80, 89))):  # the last have no query
+    for ranks, some in ((2, (0, 1)), (3, (2,)), (90, (0, 79, 80))):  # the last has no query
         for rank in some:
             own = torch.full((len(result[rank::ranks]) + 1, topk), 7, dtype=torch.int32, device=DEVICE)
             expand_blocks(chosen, first, sizes, begins, space, own, rank=rank, ranks=ranks, backend=backend)

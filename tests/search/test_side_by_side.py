@@ -45,8 +45,9 @@ def with_one_thread(engine: TransformersEngine, *asked: Any) -> list[Evaluation]
     return found
 
 
-@pytest.mark.parametrize("objective", ["nll", "kl"])
-@pytest.mark.parametrize("rows", [None, [3, 0, 4, 1], [1, 3], [2]], ids=str)
+@pytest.mark.parametrize(
+    ("objective", "rows"), [("nll", [3, 0, 4, 1]), ("nll", [2]), ("kl", None), ("kl", [1, 3])], ids=str
+)
 def test_the_same_bits(config: dict[str, Any], objective: Any, rows: list[int] | None) -> None:
     data = random_tokens(sequences=5)
     alone, beside = tiny_engine(config), tiny_engine(config).side_by_side()

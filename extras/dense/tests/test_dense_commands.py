@@ -64,7 +64,14 @@ def test_a_search_with_memory(dense_folder: Path, token_file: Path, tmp_path: Pa
     assert wrong.exit_code == 2 and "--selection names 2 selections, expected one" in wrong.output
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "lazy", "exhaustive", "uniform", "shift", "recall"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "exhaustive",
+        "shift",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("greedy", "lazy", "uniform", "recall")),
+    ],
+)
 def test_every_strategy(strategy: str, found: Path, dense_folder: Path, token_file: Path, tmp_path: Path) -> None:
     result = run(search_app, *options(dense_folder, token_file, tmp_path, "--strategy", strategy))
     assert result.exit_code == 0, result.output

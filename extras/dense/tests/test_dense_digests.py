@@ -80,7 +80,7 @@ class Reference:
 
 @pytest.mark.parametrize("score", ["compressed_keys", "rounded_keys"])
 @pytest.mark.parametrize("steps", POLICIES)
-@pytest.mark.parametrize("kind", ["flashinfer", "fa3", "fa3, pages of 16"])
+@pytest.mark.parametrize("kind", ["flashinfer", pytest.param("fa3", marks=pytest.mark.slow), "fa3, pages of 16"])
 def test_layers_that_select_by_digests_of_keys(case: Case, kind: str, steps: str, score: Any) -> None:
     """Requests that grow over ends of groups, end, come back in another order, and begin anew in an old row."""
     selection = replace(COMPRESSED, score=score, steps=ReusePolicy.parse(steps))

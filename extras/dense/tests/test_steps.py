@@ -285,11 +285,10 @@ def test_all_pages_are_attention_to_everything(kind: str, score: str, heads: str
     ("heads", "step"),
     [
         ("joint", LENGTH - PROMPT),
-        ("joint", 7),
         ("key", 7),
         *(
             pytest.param(*other, marks=pytest.mark.slow)
-            for other in (("joint", 1), ("key", 1), ("key", LENGTH - PROMPT))
+            for other in (("joint", 7), ("joint", 1), ("key", 1), ("key", LENGTH - PROMPT))
         ),
     ],
 )

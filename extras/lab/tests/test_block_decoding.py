@@ -47,7 +47,7 @@ def decoded(model: Any, blocks: Blocks | None, backend: Any = "naive") -> Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("roles", ["FFFFFF", "FSSDSS", "DDFSFS"])
+@pytest.mark.parametrize("roles", [pytest.param("FFFFFF", marks=pytest.mark.slow), "FSSDSS", "DDFSFS"])
 def test_share_1_is_attention_to_everything(kind: str, roles: str) -> None:
     model = dense_model(kind)
     model.set_attn_implementation("sdpa")

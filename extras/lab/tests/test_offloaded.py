@@ -87,7 +87,9 @@ CASES = [
         *((*case, "sparse") for case in CASES if case[0] in ("bounded:1", "nosa:1:heads") and case[2] == "key"),
     ],
 )
-@pytest.mark.parametrize("roles", ["FSSDSF", "DFSSDD", pytest.param("FFFFFF", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "roles", ["FSSDSF", *(pytest.param(roles, marks=pytest.mark.slow) for roles in ("DFSSDD", "FFFFFF"))]
+)
 def test_it_decodes_what_the_reference_computes(
     roles: str, steps: str, buffer: int, heads: Heads, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
