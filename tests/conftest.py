@@ -121,6 +121,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let it be collected at the end: Triton's library reports what is left over."""
+    gc.unfreeze()
+
+
 def tiny_config(model_type: str = "glm_moe_dsa", layers: int = LAYERS, **changes: Any) -> dict[str, Any]:
     """config.json of a random model: two dense layers, then mixtures of experts; 32 index heads avoid score ties."""
     return {

@@ -29,6 +29,7 @@ class Archives:
     """
 
     def __init__(self, folder: Path) -> None:
+        folder = folder.absolute()  # the clients run in folders of their own
         self._folder, self._known = folder / "archives", folder / KNOWN
         self._settings = folder / "apt"
 

@@ -185,7 +185,7 @@ def test_an_error_ends_the_other_files(tmp_path: Path) -> None:
     def work(path: Path, stop: Event) -> None:
         if path.name == "bad":
             raise FileError("bad")
-        stopped.append(stop.wait(20))
+        stopped.append(stop.wait(120))
 
     with pytest.raises(FileError, match="bad"):
         side_by_side(work, [Path("bad"), Path("good")])

@@ -80,8 +80,8 @@ def test_what_fails_inside_what_a_hook_is_around_is_not_ours() -> None:
 
 def test_in_another_thread_the_process_ends_too() -> None:
     code = "import threading, time; from sglang_indexcache.io.refusal import refuse\n"
-    code += "threading.Thread(target=refuse, args=('no',)).start(); time.sleep(60)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    code += "threading.Thread(target=refuse, args=('no',)).start(); time.sleep(600)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (2, "indexcache: no\n")
 
 

@@ -115,5 +115,5 @@ def test_two_searches_on_the_command_line(server: Server, tmp_path: Path) -> Non
     assert not (tmp_path / "second" / "work" / "journal.jsonl").exists()
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(300) == 130
     finished(second, tmp_path / "second.log")

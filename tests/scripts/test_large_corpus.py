@@ -8,19 +8,22 @@ import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from indexcache_search.errors import FolderError
 from indexcache_search.workdir.lock import locked
-from scripts.large_corpus import build, pieces
+from scripts.large_corpus import archives, build, pieces
 from scripts.large_corpus.archives import Archives, members
 from scripts.large_corpus.build import Build
 from scripts.large_corpus.documents import chosen, documents, is_worth, kind_of
 from scripts.large_corpus.duplicates import Seen, fingerprints
 from scripts.large_corpus.sources import SOURCES, Source
 
+DOWNLOAD = Archives._download
 WORDS = (
     "the of and to in a is that for it as was with be by on not his which tensor packet engine window stream".split()
 )
@@ -162,17 +165,37 @@ def test_too_few_tokens_end_it_and_other_settings_are_refused(whole: Path) -> No
 
 
 def test_an_archive_that_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archives = Archives(tmp_path)
-    [path] = archives.fetch(SOURCES_HERE[0])
-    assert archives.fetch(SOURCES_HERE[0]) == [path]
+    known = Archives(tmp_path)
+    [path] = known.fetch(SOURCES_HERE[0])
+    assert known.fetch(SOURCES_HERE[0]) == [path]
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(
         SystemExit, match=r"manual: .*other files, expected manual\.tar\.gz as .*archives\.json has them"
     ):
-        archives.fetch(SOURCES_HERE[0])
+        known.fetch(SOURCES_HERE[0])
     monkeypatch.setattr(Archives, "_download", lambda self, source, place: None)
     with pytest.raises(SystemExit, match="library: no archive came"):
         Archives(tmp_path / "other").fetch(SOURCES_HERE[1])
+
+
+@pytest.mark.parametrize("source", [Source("library==1.0", "sdist", 1, 0), Source("manual", "deb", 1, 0)], ids=str)
+def test_archives_lie_in_a_folder_that_is_named_from_here(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where clients run elsewhere: pip is told a folder, apt-get downloads to the one it runs in."""
+
+    def client(command: list[str], cwd: Path | None = None, **_: Any) -> SimpleNamespace:
+        place = Path(command[command.index("-d") + 1]) if "-d" in command else Path()
+        if "update" not in command:
+            (tmp_path / (cwd or ".") / place / "library.tar.gz").write_bytes(b"archive")
+        for option in command:
+            assert Path(option.partition("=")[2]).is_absolute() or not option.startswith("-oDir"), option
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Archives, "_download", DOWNLOAD)
+    monkeypatch.setattr(archives.subprocess, "run", client)
+    assert Archives(Path("large")).fetch(source) == [tmp_path / "large" / "archives" / source.name / "library.tar.gz"]
 
 
 def test_one_writer_at_a_time(whole: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def main():
     server = CalibrationServer(address, lease=HeldLease(Control(address), float(sys.argv[2])))
     server.hold()
     print("held", flush=True)
-    for _ in range(300):
+    for _ in range(1000):
         time.sleep(0.2)  # Python answers a signal that comes just before a sleep only after it
 process.run("search", main)
 """
@@ -157,7 +157,7 @@ def test_a_search_that_ends_leaves_no_lease(stub: Stub, number: int) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as search:
         assert search.stdout is not None and search.stdout.readline() == b"held\n"
         search.send_signal(number)
-        search.wait(30)
+        search.wait(120)
     notices: list[str] = []
     again = SglangEngine([client(stub, 1.0)], MODEL, notice=notices.append)
     assert [item.pattern for item in again.evaluate(PATTERNS[:1], DATA, "nll")] == PATTERNS[:1]

@@ -88,7 +88,7 @@ def test_lanes_share_weights_and_nothing_else(config: dict[str, Any]) -> None:
 
 
 def test_two_run_at_a_time_with_a_thread_each() -> None:
-    both, threads = Barrier(2, timeout=30), set()
+    both, threads = Barrier(2, timeout=120), set()
 
     def work(owner: str, rows: Sequence[int]) -> tuple[str, int]:
         both.wait()  # fails if one runs after the other
@@ -101,7 +101,7 @@ def test_two_run_at_a_time_with_a_thread_each() -> None:
 
 
 def test_an_error_is_raised_and_no_lane_goes_on() -> None:
-    began, finished, both_run, failed = [], [], Barrier(2, timeout=30), Event()
+    began, finished, both_run, failed = [], [], Barrier(2, timeout=120), Event()
 
     def work(owner: str, rows: Sequence[int]) -> None:
         began.append(rows[0])
@@ -111,7 +111,7 @@ def test_an_error_is_raised_and_no_lane_goes_on() -> None:
             failed.set()
             raise ValueError("of one lane")
         if rows[0] % 2:
-            assert failed.wait(30)
+            assert failed.wait(120)
             time.sleep(0.5)
         finished.append(rows[0])
 
@@ -121,7 +121,7 @@ def test_an_error_is_raised_and_no_lane_goes_on() -> None:
 
 
 def test_an_interrupt_ends_both() -> None:
-    began, finished, both_run = [], [], Barrier(2, timeout=30)
+    began, finished, both_run = [], [], Barrier(2, timeout=120)
 
     def work(owner: str, rows: Sequence[int]) -> None:
         began.append(rows[0])

@@ -111,7 +111,7 @@ def test_metrics_say_what_is_lost_and_stay_after_a_breach(
 
     def sleep(seconds: float) -> None:
         if seconds == 77:  # --hold
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
                 seen.extend(answer.read().decode().splitlines())
 
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
@@ -149,7 +149,7 @@ def test_sigterm_ends_a_watch_that_follows_and_it_goes_on(pair: tuple[Stub, Stub
         while len(pair[1].asked) < 40 and process.poll() is None:
             time.sleep(0.05)
         process.terminate()
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=300)
     line = "indexcache-watch: ended by SIGTERM; the same command goes on from here\n"
     assert (process.returncode, stderr) == (143, line)
     assert watch(pair, log).exit_code == 0 and len(pair[0].asked) <= 41  # the last one may not have been recorded

@@ -191,7 +191,7 @@ def test_pauses_grow_up_to_a_minute_and_are_counted(
 
     def sleep(seconds: float) -> None:
         if seconds == run_module.POLL_SECONDS:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
                 seen.extend(answer.read().decode().splitlines())
             raise KeyboardInterrupt
 
