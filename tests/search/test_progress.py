@@ -84,6 +84,7 @@ def test_a_log_gets_lines_without_control_characters(
     monkeypatch.setattr(progress, "EVERY", 0.01)
     console = Console(file=file(), width=80, highlight=False, markup=False, _environ=environment)
     with SearchProgress(console, begun) as shown:
+        shown._over.wait(0.05)  # before the first phase nothing is said
         run_some(begun, shown)
         ticks = [shown._over.wait(0.05) for _ in range(3)]
     text = console.file.getvalue()  # type: ignore[attr-defined]

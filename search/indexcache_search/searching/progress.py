@@ -54,7 +54,8 @@ class SearchProgress:
 
     def _say_now_and_then(self) -> None:
         while not self._over.wait(EVERY):
-            self.notice("; ".join(self._lines()))
+            if self._phase:  # before the first there is nothing to say
+                self.notice("; ".join(self._lines()))
 
     def _screen(self) -> Group:
         bar = ProgressBar(completed=50 * sum(self._time.share or (0.0, 0.0)))
