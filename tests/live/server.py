@@ -52,9 +52,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT) as answer:
             return json.load(answer)
 
-    def generate(self, prompts: Sequence[Sequence[int]], names: Sequence[str], steps: int, inputs: bool = True) -> Any:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], names: Sequence[str], steps: int, inputs: bool = True, **more: Any
+    ) -> Any:
         """`(served, cached tokens)` of each prompt; with `inputs` the logprobs of the prompt too, else only of the
-        tokens that are generated (SGLang takes nothing from its prefix cache where input logprobs are asked for)."""
+        tokens that are generated (SGLang takes nothing from its prefix cache where input logprobs are asked for).
+        `more` goes into the request."""
         answers = self.post(
             "/generate",
             input_ids=[list(prompt) for prompt in prompts],
@@ -62,6 +65,7 @@ class Server:
             sampling_params={"temperature": 0, "max_new_tokens": steps, "ignore_eos": True},
             return_logprob=True,
             logprob_start_len=0 if inputs else -1,
+            **more,
         )
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from dsa_cpu_platform import recorder
-from extras.dense.tests.live.selecting import passes, serve_a_branch
+from extras.dense.tests.live.selecting import passes, random_prompts, serve_a_branch
 from scripts.tools import random_models
 from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
@@ -55,6 +55,40 @@ def test_chunks_and_a_prefix_hit(
     model, computed, again = load_reference(folder), passes(runs, "first"), passes(runs, "second")
     assert check_blocks(model, pattern, first, ["first"], computed, runs) > 200
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200
+
+
+@pytest.mark.slow
+def test_beside_data_parallel_attention(tmp_path: Path) -> None:
+    """Two contexts of two ranks: prompts of different lengths in both at once, and in one while the other idles."""
+    folder, pattern, record = (
+        random_models.build("glm-moe", tmp_path / "glm"),
+        Pattern.parse(BLOCKS),
+        tmp_path / "record",
+    )
+    record.mkdir()
+    prompts = dict(zip(("long", "short", "alone"), random_prompts(600, 201, 333), strict=True))
+    flags = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--chunked-prefill-size", "512", *context(2))
+    file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", **INTERPRETED}
+    with running(
+        folder, tmp_path / "log", "--indexcache-pattern", file, "--skip-tokenizer-init", *flags, **changes
+    ) as server:
+        for state in states(server):
+            assert state["proven_ranks"] == 4 and (state["context_layers"], state["context_ranks"]) == (2, 2)
+
+        def ask(name: str, rank: int) -> Served:
+            [(served, _)] = server.generate([prompts[name]], [name], steps=6, routed_dp_rank=rank)
+            return served
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = dict(zip(("long", "short"), pool.map(ask, ("long", "short"), (0, 1)), strict=True))
+        answers["alone"] = ask("alone", 1)
+        runs = recorder.read(record)
+    of = {name: {run.process for run in runs if name in run.requests} for name in prompts}
+    assert of["short"] == of["alone"] and not of["long"] & of["short"] and {len(found) for found in of.values()} == {2}
+    model = load_reference(folder)
+    for name, served in answers.items():
+        assert check_blocks(model, pattern, served, [name], passes(runs, name), runs) > 50
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
     if not folder:
         return
     mode = forward_batch.forward_mode
-    lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * forward_batch.batch_size
+    lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * len(forward_batch.rids)  # padded
     requests = [str(rid) for rid, length in zip(forward_batch.rids, lengths, strict=True) for _ in range(length)]
     if getattr(forward_batch, "attn_cp_metadata", None) is not None:  # each rank has some of the rows
         from sglang.srt.layers.cp.base import get_cp_strategy
@@ -54,7 +54,7 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
         mode.name,
         tuple(requests),
         tuple(positions[: len(requests)].tolist()),
-        None if selected is None else selected.numpy().copy(),
+        None if selected is None else selected[: len(requests)].numpy().copy(),
         what,
     )
     with (Path(folder) / f"{os.getpid()}.pickle").open("ab") as file:
