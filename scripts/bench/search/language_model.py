@@ -1,0 +1,209 @@
+"""What patterns lose on a language model: searches of several seeds, and all they find, judged on other packages.
+
+    python -m scripts.bench.search.scale --corpus build/corpus --output build/scale ...    # trains the model
+    python -m scripts.bench.search.language_model --model build/scale/searched/all-layers/model --corpus build/corpus \
+        --output build/language --gpus 2 --seconds 600
+
+Searches read documents that were kept from training, prose and code apart, and recall sequences. Patterns are judged
+on packages of which nothing was trained on, other recall sequences and generated tasks. Of each seed one search finds F
+and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at half and
+twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with uniform
+patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each sequence
+counts.
+
+Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
+where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from indexcache_search.hf.loading import describe_model
+from indexcache_search.workdir.lock import locked
+from scripts.bench.search.scale import RECALL, run
+from scripts.bench.search.scale_plan import Step
+from scripts.demo_model.mixture import TASK_NAMES, Batches
+from scripts.demo_model.recall import ANSWER
+from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern_file.file import PatternFile
+
+TIMES = ("0.5", "0.4", "0.37", "0.3")  # of a prompt of 131,072 tokens, by `PRICES`
+PRICES = "glm-5-tp8"
+SHARES = ("1/2", "1/4", "1/8")
+BLOCKS = (2, 4, 8, 16)
+STREAMS = {"calibration": "evaluation", "held-out": "packages"}  # the part of the corpus that each comes from
+KINDS = {"text": "prose", "code": "code"}
+
+
+def write_data(options: argparse.Namespace, length: int) -> None:
+    """Write calibration and held-out rows of each source, of `length` tokens each."""
+    arrays = np.load(options.corpus / "corpus.npz")
+    for seed, (use, part) in enumerate(STREAMS.items()):
+        for source in (*KINDS, "recall"):
+            path = data_file(options, use, source, length)
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if source in KINDS:
+                stream = arrays[f"{part}-{KINDS[source]}"]
+                windows = stream[: len(stream) // length * length].reshape(-1, length)
+                chosen = np.random.default_rng(seed).permutation(len(windows))[: options.rows]
+                rows = [{"input_ids": windows[number].tolist()} for number in chosen]
+            else:
+                batches = Batches(options.corpus, "evaluation", length, 4, seed=3 + seed, tasks=0.0, mixture=RECALL)
+                drawn = [batches[number] for number in range(-(-options.rows // 4))]
+                rows = [
+                    {"input_ids": ids, "loss_mask": mask}
+                    for tokens, kind in drawn
+                    for ids, mask in zip(tokens.tolist(), (kind == ANSWER).int().tolist(), strict=True)
+                ]
+            write_atomically(path, "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+
+
+def data_file(options: argparse.Namespace, use: str, source: str, length: int) -> Path:
+    """Return where the rows of a source lie."""
+    folder: Path = options.output / "data"
+    return folder / f"{use}-{source}-{length}.jsonl"
+
+
+def searches(options: argparse.Namespace) -> list[Step]:
+    """Return all searches; those of one seed and length follow each other, since they share a journal."""
+    steps = []
+    for seed in options.seeds:
+        before: Path | None = None
+        for name, words in (
+            (f"seed{seed}", []),
+            *((f"seed{seed}-{share}", ["--prefill", f"{share}:prices={PRICES}"]) for share in TIMES),
+        ):
+            steps.append(_search(options, name, words, options.length, seed, f"work-{seed}", before))
+            before = steps[-1].result
+    for length in (options.length // 2, 2 * options.length):
+        steps.append(_search(options, f"seed0-{length}-tokens", [], length, 0, f"work-{length}", None))
+    greedy = ["--strategy", "greedy"]
+    return [*steps, _search(options, "algorithm1", greedy, options.length, 0, "work-greedy", None)]
+
+
+def _search(
+    options: argparse.Namespace, name: str, words: list[str], length: int, seed: int, work: str, needs: Path | None
+) -> Step:
+    output = options.output / name
+    named = {
+        "--model": options.model,
+        "--seq-len": length,
+        "--reply": length // 4,
+        "--num-sequences": max(3, options.search_tokens // length),
+        "--num-eval-sequences": 6,  # judged by indexcache-eval
+        "--retain": ",".join(SHARES),
+        "--seed": seed,
+        "--output": output,
+        "--work-dir": options.output / work,
+        "--engine": "transformers:prefix_cache_gb=8",
+    }
+    sources = [word for source in (*KINDS, "recall") for word in _sources(options, source, length)]
+    command = [sys.executable, "-m", "indexcache_search", *_flags(named), *sources, *_device(options), *words]
+    return Step(name, command, output / "pattern.yaml", options.search_seconds, needs)
+
+
+def _sources(options: argparse.Namespace, source: str, length: int) -> list[str]:
+    held_out = ["--evaluation", str(data_file(options, "held-out", source, length))]
+    return ["--calibration", str(data_file(options, "calibration", source, length)), *held_out]
+
+
+def _device(options: argparse.Namespace) -> list[str]:
+    return ["--dtype", options.dtype, "--batch-size", str(options.batch_size)]
+
+
+def _flags(named: dict[str, object]) -> list[str]:
+    return [str(part) for pair in named.items() for part in pair]
+
+
+def patterns(options: argparse.Namespace) -> dict[str, str]:
+    """Return the letters of what the searches that ended have found, and all F in blocks, by name."""
+    found: dict[str, str] = {}
+    for step in searches(options):
+        if not step.result.exists():
+            continue
+        if "--prefill" in step.command:
+            found[step.name] = str(PatternFile.load(step.result).as_pattern())
+        else:
+            for share in SHARES:
+                letters = PatternFile.load(f"{step.result}@{share}").as_pattern()
+                found[f"{step.name}-{share.replace('/', 'of')}"] = str(letters)
+    layers = describe_model(str(options.model)).num_layers
+    for size in BLOCKS:
+        found[f"all-q{size}"] = "F" * layers + "".join(f"+{layer}q{size}" for layer in range(layers))
+    return found
+
+
+def comparisons(options: argparse.Namespace) -> list[Step]:
+    """Return one comparison for each length."""
+    steps = []
+    for length in (options.length, 2 * options.length):
+        output = options.output / f"eval-{length}"
+        named = {
+            "--model": options.model,
+            "--seq-len": length,
+            "--reply": length // 4,
+            "--num-sequences": max(3, options.eval_tokens // length),
+            "--tasks": f"{','.join(TASK_NAMES)}:samples={options.samples},"
+            f"haystack={data_file(options, 'held-out', 'text', length)}",
+            "--output": output,
+        }
+        words = [word for name, letters in patterns(options).items() for word in ("--pattern", f"{name}={letters}")]
+        for source in (*KINDS, "recall"):
+            words += ["--evaluation", str(data_file(options, "held-out", source, length))]
+        command = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
+        command += [*_flags(named), *words, *_device(options)]
+        result = output / "eval.json"
+        if result.exists() and not {*patterns(options)} <= {
+            row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]
+        }:
+            result.unlink()  # searches ended since; what was evaluated is not evaluated again
+        steps.append(Step(output.name, command, result, options.eval_seconds))
+    return steps
+
+
+def main(options: argparse.Namespace) -> None:
+    end = time.monotonic() + options.seconds if options.seconds else math.inf
+    options.output.mkdir(parents=True, exist_ok=True)
+    with locked(options.output, "scripts.bench.search.language_model"):
+        for length in (options.length // 2, options.length, 2 * options.length):
+            write_data(options, length)
+        left = [step for step in searches(options) if not step.result.exists()]
+        print(f"{len(left)} searches of about {options.search_seconds:.0f} s each at first", flush=True)
+        run(left, options.at_once, options.gpus, options.output, lambda: end - options.eval_seconds - time.monotonic())
+        run(comparisons(options), options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
+    parser.add_argument("--output", type=Path, default=Path("build/language"))
+    parser.add_argument("--length", type=int, default=4096, help="tokens; half and twice as many are tried as well")
+    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
+    parser.add_argument("--rows", type=int, default=96, help="of each source, calibration and held-out")
+    parser.add_argument("--search-tokens", type=int, default=262_144, help="of the sequences of a search")
+    parser.add_argument("--eval-tokens", type=int, default=589_824, help="of the sequences of a comparison")
+    parser.add_argument("--samples", type=int, default=24, help="of each task")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=2, help="commands side by side on a GPU")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of this call; 0: no limit")
+    parser.add_argument("--search-seconds", type=float, default=120.0, help="that a search is thought to take")
+    parser.add_argument("--eval-seconds", type=float, default=150.0, help="that are kept for the comparisons")
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())

@@ -1,0 +1,120 @@
+"""The table of a language model: which searches and comparisons run, and on which rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexcache_search.data.reader import TokenReader
+from scripts.bench.search import language_model
+from sglang_indexcache import Pattern
+from tests.conftest import tiny_config, tiny_model
+from tests.scripts.small_corpus import VOCAB, write_corpus
+
+LAYERS, LENGTH = 3, 1024  # with room for any task
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With prose and code apart, whose tokens tell them from each other."""
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    arrays, rng = dict(np.load(folder / "corpus.npz")), np.random.default_rng(1)
+    for place, (part, kind) in enumerate((p, k) for p in ("evaluation", "packages") for k in ("prose", "code")):
+        arrays[f"{part}-{kind}"] = rng.integers(10 + 40 * place, 50 + 40 * place, 20_000).astype(np.uint16)
+    np.savez(folder / "corpus.npz", **arrays)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_config(layers=LAYERS, vocab_size=VOCAB, max_position_embeddings=4 * LENGTH, index_topk=64)
+    tiny_model(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
+    return folder
+
+
+def options(model: Path, corpus: Path, output: Path, *words: str) -> argparse.Namespace:
+    given = ["--model", str(model), "--corpus", str(corpus), "--output", str(output), "--length", str(LENGTH)]
+    few = ["--seeds", "0,1", "--rows", "6", "--dtype", "float32", "--samples", "2", "--search-tokens", "1"]
+    return language_model.parser().parse_args([*given, *few, "--eval-tokens", "1", "--batch-size", "1", *words])
+
+
+def test_rows_of_calibration_and_held_out_are_of_other_documents(model: Path, corpus: Path, tmp_path: Path) -> None:
+    given = options(model, corpus, tmp_path)
+    language_model.write_data(given, LENGTH)
+    seen: dict[str, set[int]] = {}
+    for use in ("calibration", "held-out"):
+        for source in ("text", "code", "recall"):
+            path = language_model.data_file(given, use, source, LENGTH)
+            reader = TokenReader(lambda: None, VOCAB, LENGTH)
+            sections = [section for [section] in reader.documents(str(path), 0)]
+            assert len(sections) == (8 if source == "recall" else 6), "whole batches of recall"
+            assert {len(section.tokens) for section in sections} == {LENGTH}
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            assert len({json.dumps(row) for row in rows}) == len(rows)
+            assert all(0 < sum(row["loss_mask"]) < LENGTH for row in rows if source == "recall")
+            seen[f"{use}-{source}"] = {id for row in rows for id in row["input_ids"]}
+    for source, first in (("text", 10), ("code", 50)):
+        assert seen[f"calibration-{source}"] <= {*range(first, first + 40)}
+        assert seen[f"held-out-{source}"] <= {*range(first + 80, first + 120)}
+    recall = [language_model.data_file(given, use, "recall", LENGTH).read_text() for use in ("calibration", "held-out")]
+    assert not {*recall[0].splitlines()} & {*recall[1].splitlines()}
+
+
+def test_searches_of_a_seed_follow_each_other_on_one_journal(model: Path, corpus: Path, tmp_path: Path) -> None:
+    steps = {step.name: step for step in language_model.searches(options(model, corpus, tmp_path))}
+    shares = language_model.TIMES
+    assert list(steps) == [
+        *("seed0", *(f"seed0-{share}" for share in shares)),
+        *("seed1", *(f"seed1-{share}" for share in shares)),
+        *("seed0-512-tokens", "seed0-2048-tokens", "algorithm1"),
+    ]
+    assert steps["seed0"].needs is None and steps["seed1-0.5"].needs == tmp_path / "seed1" / "pattern.yaml"
+    assert steps["seed1-0.3"].needs == tmp_path / "seed1-0.37" / "pattern.yaml"
+    line = " ".join(steps["seed1-0.37"].command)
+    assert f"--work-dir {tmp_path / 'work-1'} " in line and "--prefill 0.37:prices=glm-5-tp8" in line
+    assert "--seq-len 1024 --reply 256 --num-sequences 3 " in line and "--seed 1" in line
+    assert line.count("--calibration ") == line.count("--evaluation ") == 3
+    assert "--prefill" not in " ".join(steps["seed1"].command)
+    assert "--strategy greedy" in " ".join(steps["algorithm1"].command)
+    assert "--seq-len 2048 --reply 512 " in " ".join(steps["seed0-2048-tokens"].command)
+    works = {name: step.command[step.command.index("--work-dir") + 1] for name, step in steps.items()}
+    assert len(set(works.values())) == 5  # two seeds, two lengths, Algorithm 1
+
+
+def test_all_in_blocks_is_compared_even_where_no_search_ended(model: Path, corpus: Path, tmp_path: Path) -> None:
+    found = language_model.patterns(options(model, corpus, tmp_path))
+    assert list(found) == ["all-q2", "all-q4", "all-q8", "all-q16"]
+    every = Pattern.parse(found["all-q8"])
+    assert every.full_layers == (0, 1, 2) and {indexer.queries for indexer in every.indexers} == {8}
+    both = language_model.comparisons(options(model, corpus, tmp_path))
+    assert [step.name for step in both] == ["eval-1024", "eval-2048"]
+    assert " ".join(both[1].command).count("--pattern ") == 4
+
+
+def test_what_searches_found_later_is_compared_later(model: Path, corpus: Path, tmp_path: Path) -> None:
+    given, folder = options(model, corpus, tmp_path), tmp_path / "eval-1024"
+    folder.mkdir()
+    for names, kept in (([f"all-q{size}" for size in language_model.BLOCKS], True), (["all-q2"], False)):
+        rows = [{"name": name} for name in names]
+        (folder / "eval.json").write_text(json.dumps({"held_out": {"rows": rows}}))
+        assert language_model.comparisons(given)[0].result.exists() == kept
+
+
+@pytest.mark.slow
+def test_a_whole_run(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the same command again, which has nothing left to do."""
+    given = options(model, corpus, tmp_path, "--seeds", "0", "--at-once", "1")
+    language_model.main(given)
+    for length in (LENGTH, 2 * LENGTH):
+        rows = json.loads((tmp_path / f"eval-{length}" / "eval.json").read_text())["held_out"]["rows"]
+        names = {row["name"] for row in rows}
+        assert {"seed0-1of2", "seed0-0.37", "algorithm1-1of4", "seed0-2048-tokens-1of8", "all-q16"} <= names
+    assert "exit code 0" in capsys.readouterr().out
+    language_model.main(given)
+    assert "exit code" not in capsys.readouterr().out
