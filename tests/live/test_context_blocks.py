@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -19,7 +21,7 @@ from scripts.tools.inprocess import Served
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from tests.live.reference import load_reference
-from tests.live.server import REQUEST_TIMEOUT, running
+from tests.live.server import REQUEST_TIMEOUT, Server, running
 from tests.live.test_blocks import check_blocks
 from tests.live.test_server import states
 
@@ -57,22 +59,25 @@ def test_chunks_and_a_prefix_hit(
     assert check_blocks(model, pattern, second, ["first", "second"], [*computed[:2], *again], runs) > 200
 
 
+@contextmanager
+def pairs_of_ranks(ranks: int, tmp_path: Path, *flags: str) -> Iterator[tuple[Server, Path, Path]]:
+    """A server with `BLOCKS` whose contexts have two ranks each, its model, and where its selections are recorded."""
+    folder, record = random_models.build("glm-moe", tmp_path / "glm"), tmp_path / "record"
+    record.mkdir()
+    file = write_pattern(Pattern.parse(BLOCKS), folder, tmp_path / "pattern.yaml")
+    own = ("--indexcache-pattern", file, "--tp-size", str(ranks), "--skip-tokenizer-init", *context(2))
+    threads = "|".join("01" * (ranks // 2))
+    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": threads, **INTERPRETED}
+    with running(folder, tmp_path / "log", *own, *flags, **changes) as server:
+        yield server, folder, record
+
+
 @pytest.mark.slow
 def test_beside_data_parallel_attention(tmp_path: Path) -> None:
     """Two contexts of two ranks: prompts of different lengths in both at once, and in one while the other idles."""
-    folder, pattern, record = (
-        random_models.build("glm-moe", tmp_path / "glm"),
-        Pattern.parse(BLOCKS),
-        tmp_path / "record",
-    )
-    record.mkdir()
     prompts = dict(zip(("long", "short", "alone"), random_prompts(600, 201, 333), strict=True))
-    flags = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention", "--chunked-prefill-size", "512", *context(2))
-    file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", **INTERPRETED}
-    with running(
-        folder, tmp_path / "log", "--indexcache-pattern", file, "--skip-tokenizer-init", *flags, **changes
-    ) as server:
+    two = ("--dp-size", "2", "--enable-dp-attention", "--chunked-prefill-size", "512")
+    with pairs_of_ranks(4, tmp_path, *two) as (server, folder, record):
         for state in states(server):
             assert state["proven_ranks"] == 4 and (state["context_layers"], state["context_ranks"]) == (2, 2)
 
@@ -86,7 +91,7 @@ def test_beside_data_parallel_attention(tmp_path: Path) -> None:
         runs = recorder.read(record)
     of = {name: {run.process for run in runs if name in run.requests} for name in prompts}
     assert of["short"] == of["alone"] and not of["long"] & of["short"] and {len(found) for found in of.values()} == {2}
-    model = load_reference(folder)
+    model, pattern = load_reference(folder), Pattern.parse(BLOCKS)
     for name, served in answers.items():
         assert check_blocks(model, pattern, served, [name], passes(runs, name), runs) > 50
 
@@ -94,19 +99,10 @@ def test_beside_data_parallel_attention(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_requests_at_once(tmp_path: Path) -> None:
     """200 of mixed lengths, some of them aborted; every query's selection of a tenth of them is the definition's."""
-    folder, pattern, record = (
-        random_models.build("glm-moe", tmp_path / "glm"),
-        Pattern.parse(BLOCKS),
-        tmp_path / "record",
-    )
-    record.mkdir()
     rng = random.Random(5)
     lengths = [rng.choice([rng.randrange(2, 60), rng.randrange(150, 400)]) for _ in range(200)]
     prompts = [[rng.randrange(2, random_models.VOCAB) for _ in range(length)] for length in lengths]
-    flags = ("--tp-size", "2", "--chunked-prefill-size", "256", "--skip-tokenizer-init", *context(2))
-    file = write_pattern(pattern, folder, tmp_path / "pattern.yaml")
-    changes = {"DSA_CPU_RECORD": str(record), "SGLANG_CPU_OMP_THREADS_BIND": "0|1", **INTERPRETED}
-    with running(folder, tmp_path / "log", "--indexcache-pattern", file, *flags, **changes) as server:
+    with pairs_of_ranks(2, tmp_path, "--chunked-prefill-size", "256") as (server, folder, record):
         [state] = states(server)
         assert state["proven"] and (state["context_layers"], state["context_ranks"]) == (2, 2)
 
@@ -127,7 +123,7 @@ def test_many_requests_at_once(tmp_path: Path) -> None:
             for ending in aborted:
                 ending.result()
         runs = recorder.read(record)
-    model, shared = load_reference(folder), 0
+    model, pattern, shared = load_reference(folder), Pattern.parse(BLOCKS), 0
     for number in range(0, len(prompts), 10):
         name = f"asked-{number}"
         shared += check_blocks(model, pattern, answers[number], [name], passes(runs, name), runs)

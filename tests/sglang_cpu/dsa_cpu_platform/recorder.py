@@ -42,7 +42,8 @@ def record(layer: int, forward_batch: Any, positions: Tensor, selected: Tensor |
     if not folder:
         return
     mode = forward_batch.forward_mode
-    lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * len(forward_batch.rids)  # padded
+    # decoding has a row a request; `batch_size` counts rows of padding, too
+    lengths = forward_batch.extend_seq_lens_cpu if mode.is_extend() else [1] * len(forward_batch.rids)
     requests = [str(rid) for rid, length in zip(forward_batch.rids, lengths, strict=True) for _ in range(length)]
     if getattr(forward_batch, "attn_cp_metadata", None) is not None:  # each rank has some of the rows
         from sglang.srt.layers.cp.base import get_cp_strategy
