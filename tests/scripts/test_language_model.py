@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from indexcache_search.data.reader import TokenReader
 from scripts.bench.search import language_model
+from scripts.bench.search.scale_plan import Step
 from sglang_indexcache import Pattern
 from tests.conftest import tiny_config, tiny_model
 from tests.scripts.small_corpus import VOCAB, write_corpus
@@ -103,7 +105,25 @@ def test_what_searches_found_later_is_compared_later(model: Path, corpus: Path, 
     for names, kept in (([f"all-q{size}" for size in language_model.BLOCKS], True), (["all-q2"], False)):
         rows = [{"name": name} for name in names]
         (folder / "eval.json").write_text(json.dumps({"held_out": {"rows": rows}}))
-        assert language_model.comparisons(given)[0].result.exists() == kept
+        result = language_model.comparisons(given)[0].result
+        language_model.forget_without(language_model.patterns(given), result)
+        assert result.exists() == kept
+
+
+def test_what_ended_is_compared_where_a_search_fails_or_does_not_fit(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(steps: Sequence[Step], *more: object) -> None:
+        ran.append([step.name for step in steps])
+        if len(ran) == 1:
+            raise SystemExit("seed0 failed")
+
+    monkeypatch.setattr(language_model, "run", run)
+    with pytest.raises(SystemExit, match="seed0 failed"):
+        language_model.main(options(model, corpus, tmp_path))
+    assert "seed0" in ran[0] and ran[1:] == [["eval-1024", "eval-2048"]]
 
 
 @pytest.mark.slow

@@ -100,6 +100,18 @@ def test_what_does_not_fit_into_the_time_is_not_run(tmp_path: Path, capsys: pyte
     assert "long: not run, needs about 11 s, 10 s are left" in capsys.readouterr().out
 
 
+def test_what_needs_something_for_which_there_was_no_time_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = touching("first", tmp_path, seconds=11)
+    others = [touching("second", tmp_path, "first"), touching("third", tmp_path, "second")]
+    run([first, *others], 1, 1, tmp_path, lambda: 10.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": not run, ")[0] for line in lines] == ["first", "second", "third"]
+    with pytest.raises(SystemExit, match="orphan failed"):
+        run([first, touching("orphan", tmp_path, "nothing")], 1, 1, tmp_path, lambda: 10.0)
+
+
 def test_a_step_in_the_background_ends_once_the_others_have(tmp_path: Path) -> None:
     line = f"""import pathlib, time
 folder = pathlib.Path({str(tmp_path)!r})

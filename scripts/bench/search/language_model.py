@@ -1,4 +1,4 @@
-"""What patterns lose on a language model: searches of several seeds, and all they find, judged on other packages.
+"""Search a language model with several seeds, and judge all that is found on packages that it was not trained on.
 
     python -m scripts.bench.search.scale --corpus build/corpus --output build/scale ...    # trains the model
     python -m scripts.bench.search.language_model --model build/scale/searched/all-layers/model --corpus build/corpus \
@@ -22,13 +22,14 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from indexcache_search.hf.loading import describe_model
 from indexcache_search.workdir.lock import locked
-from scripts.bench.search.scale import RECALL, run
+from scripts.bench.search.scale import RECALL, row_lines, run
 from scripts.bench.search.scale_plan import Step
 from scripts.demo_model.mixture import TASK_NAMES, Batches
 from scripts.demo_model.recall import ANSWER
@@ -41,13 +42,14 @@ SHARES = ("1/2", "1/4", "1/8")
 BLOCKS = (2, 4, 8, 16)
 STREAMS = {"calibration": "evaluation", "held-out": "packages"}  # the part of the corpus that each comes from
 KINDS = {"text": "prose", "code": "code"}
+SOURCES = (*KINDS, "recall")
 
 
 def write_data(options: argparse.Namespace, length: int) -> None:
     """Write calibration and held-out rows of each source, of `length` tokens each."""
     arrays = np.load(options.corpus / "corpus.npz")
     for seed, (use, part) in enumerate(STREAMS.items()):
-        for source in (*KINDS, "recall"):
+        for source in SOURCES:
             path = data_file(options, use, source, length)
             if path.exists():
                 continue
@@ -56,16 +58,12 @@ def write_data(options: argparse.Namespace, length: int) -> None:
                 stream = arrays[f"{part}-{KINDS[source]}"]
                 windows = stream[: len(stream) // length * length].reshape(-1, length)
                 chosen = np.random.default_rng(seed).permutation(len(windows))[: options.rows]
-                rows = [{"input_ids": windows[number].tolist()} for number in chosen]
+                lines = [json.dumps({"input_ids": row}) + "\n" for row in windows[chosen].tolist()]
             else:
                 batches = Batches(options.corpus, "evaluation", length, 4, seed=3 + seed, tasks=0.0, mixture=RECALL)
-                drawn = [batches[number] for number in range(-(-options.rows // 4))]
-                rows = [
-                    {"input_ids": ids, "loss_mask": mask}
-                    for tokens, kind in drawn
-                    for ids, mask in zip(tokens.tolist(), (kind == ANSWER).int().tolist(), strict=True)
-                ]
-            write_atomically(path, "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+                drawn = (batches[number] for number in range(-(-options.rows // 4)))
+                lines = [line for tokens, kind in drawn for line in row_lines(tokens, kind == ANSWER)]
+            write_atomically(path, "".join(lines))
 
 
 def data_file(options: argparse.Namespace, use: str, source: str, length: int) -> Path:
@@ -96,7 +94,6 @@ def _search(
 ) -> Step:
     output = options.output / name
     named = {
-        "--model": options.model,
         "--seq-len": length,
         "--reply": length // 4,
         "--num-sequences": max(3, options.search_tokens // length),
@@ -107,22 +104,19 @@ def _search(
         "--work-dir": options.output / work,
         "--engine": "transformers:prefix_cache_gb=8",
     }
-    sources = [word for source in (*KINDS, "recall") for word in _sources(options, source, length)]
-    command = [sys.executable, "-m", "indexcache_search", *_flags(named), *sources, *_device(options), *words]
+    sources = [*_data(options, "calibration", length), *_data(options, "held-out", length)]
+    command = [sys.executable, "-m", "indexcache_search", *_flags(options, named), *sources, *words]
     return Step(name, command, output / "pattern.yaml", options.search_seconds, needs)
 
 
-def _sources(options: argparse.Namespace, source: str, length: int) -> list[str]:
-    held_out = ["--evaluation", str(data_file(options, "held-out", source, length))]
-    return ["--calibration", str(data_file(options, "calibration", source, length)), *held_out]
+def _data(options: argparse.Namespace, use: str, length: int) -> list[str]:
+    flag = "--calibration" if use == "calibration" else "--evaluation"
+    return [word for source in SOURCES for word in (flag, str(data_file(options, use, source, length)))]
 
 
-def _device(options: argparse.Namespace) -> list[str]:
-    return ["--dtype", options.dtype, "--batch-size", str(options.batch_size)]
-
-
-def _flags(named: dict[str, object]) -> list[str]:
-    return [str(part) for pair in named.items() for part in pair]
+def _flags(options: argparse.Namespace, named: dict[str, object]) -> list[str]:
+    both = {"--model": options.model, "--dtype": options.dtype, "--batch-size": options.batch_size}
+    return [str(part) for pair in {**both, **named}.items() for part in pair]
 
 
 def patterns(options: argparse.Namespace) -> dict[str, str]:
@@ -146,10 +140,10 @@ def patterns(options: argparse.Namespace) -> dict[str, str]:
 def comparisons(options: argparse.Namespace) -> list[Step]:
     """Return one comparison for each length."""
     steps = []
+    words = [word for name, letters in patterns(options).items() for word in ("--pattern", f"{name}={letters}")]
     for length in (options.length, 2 * options.length):
         output = options.output / f"eval-{length}"
         named = {
-            "--model": options.model,
             "--seq-len": length,
             "--reply": length // 4,
             "--num-sequences": max(3, options.eval_tokens // length),
@@ -157,18 +151,16 @@ def comparisons(options: argparse.Namespace) -> list[Step]:
             f"haystack={data_file(options, 'held-out', 'text', length)}",
             "--output": output,
         }
-        words = [word for name, letters in patterns(options).items() for word in ("--pattern", f"{name}={letters}")]
-        for source in (*KINDS, "recall"):
-            words += ["--evaluation", str(data_file(options, "held-out", source, length))]
         command = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
-        command += [*_flags(named), *words, *_device(options)]
-        result = output / "eval.json"
-        if result.exists() and not {*patterns(options)} <= {
-            row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]
-        }:
-            result.unlink()  # searches ended since; what was evaluated is not evaluated again
-        steps.append(Step(output.name, command, result, options.eval_seconds))
+        command += [*_flags(options, named), *words, *_data(options, "held-out", length)]
+        steps.append(Step(output.name, command, output / "eval.json", options.eval_seconds))
     return steps
+
+
+def forget_without(names: Iterable[str], result: Path) -> None:
+    """Remove a comparison's result if it lacks a pattern; what was evaluated stays in its journal."""
+    if result.exists() and not {*names} <= {row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]}:
+        result.unlink()
 
 
 def main(options: argparse.Namespace) -> None:
@@ -179,8 +171,18 @@ def main(options: argparse.Namespace) -> None:
             write_data(options, length)
         left = [step for step in searches(options) if not step.result.exists()]
         print(f"{len(left)} searches of about {options.search_seconds:.0f} s each at first", flush=True)
-        run(left, options.at_once, options.gpus, options.output, lambda: end - options.eval_seconds - time.monotonic())
-        run(comparisons(options), options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
+        failed: SystemExit | None = None
+        kept = options.eval_seconds
+        try:
+            run(left, options.at_once, options.gpus, options.output, lambda: end - kept - time.monotonic())
+        except SystemExit as error:  # the others went on, and are compared
+            failed = error
+        compared = comparisons(options)
+        for step in compared:
+            forget_without(patterns(options), step.result)
+        run(compared, options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
+    if failed is not None:
+        raise failed
 
 
 def parser() -> argparse.ArgumentParser:

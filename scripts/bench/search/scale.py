@@ -26,7 +26,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,19 @@ def write_data(plan: Plan) -> None:
         drawn: Any = DataLoader(batches, batch_size=None, sampler=numbers, num_workers=workers)
         with partial.open("w") as file:
             for tokens, kind in drawn:
-                counts = (kind == ANSWER).int() if more else scored(kind)
-                for ids, mask in zip(tokens.tolist(), counts.tolist(), strict=True):
-                    file.write(json.dumps({"input_ids": ids, "loss_mask": mask}, separators=(",", ":")) + "\n")
+                file.writelines(row_lines(tokens, kind == ANSWER if more else scored(kind)))
         partial.rename(path)
+
+
+def row_lines(tokens: torch.Tensor, counts: torch.Tensor) -> Iterator[str]:
+    """Yield a line for each sequence of `tokens`, `[sequences, length]`, that the package's reader takes as it is.
+
+    Args:
+        tokens: ids.
+        counts: which of them count, of the same shape.
+    """
+    for ids, mask in zip(tokens.tolist(), counts.int().tolist(), strict=True):
+        yield json.dumps({"input_ids": ids, "loss_mask": mask}, separators=(",", ":")) + "\n"
 
 
 def run(
@@ -104,8 +113,8 @@ def run(
 ) -> None:
     """Run the steps whose results are not there, each once what it needs is there; several side by side on a GPU.
 
-    A step that does not fit into the time that is left does not start. After a failure the others go on. Logs are in
-    `folder/logs`; `folder/settled` says that nothing more will come.
+    A step that does not fit into the time that is left does not start, nor does one that needs it. After a failure the
+    others go on. Logs are in `folder/logs`; `folder/settled` says that nothing more will come.
 
     Raises:
         SystemExit: if one failed, when all have ended.
@@ -113,6 +122,7 @@ def run(
     waiting = [step for step in steps if not step.result.exists()]
     running: list[tuple[Step, int, subprocess.Popen[bytes], float]] = []
     failed: list[str] = []
+    late: set[Path] = set()  # results for which there was no time
     taken: list[float] = []  # seconds of trainings that ended
     logs, settled = folder / "logs", folder / "settled"
     logs.mkdir(parents=True, exist_ok=True)
@@ -127,6 +137,7 @@ def run(
             need = max(taken) if taken and step.needs is not None else step.seconds
             if not step.background and need > left():
                 print(f"{step.name}: not run, needs about {need:.0f} s, {left():.0f} s are left", flush=True)
+                late.add(step.result)
                 continue
             gpu = min(range(gpus), key=busy.count)
             busy.append(gpu)
@@ -139,7 +150,10 @@ def run(
             settled.touch()
             for step in waiting:
                 print(f"{step.name}: not run, {step.needs} is missing", flush=True)
-                failed += [] if failed else [step.name]
+                if step.needs in late:
+                    late.add(step.result)
+                else:
+                    failed += [] if failed else [step.name]
             waiting = []
         time.sleep(0.2)
         for item in [item for item in running if item[2].poll() is not None]:
