@@ -42,6 +42,7 @@ from scripts.bench.search.scale_table import (
     table,
 )
 from sglang_indexcache import Pattern
+from tests.conftest import tiny_config
 from tests.scripts.small_corpus import VOCAB, write_corpus
 
 
@@ -141,13 +142,57 @@ def test_commands_are_those_of_the_package(tmp_path: Path) -> None:
     assert steps["uniform-0"].needs == base / "metrics.json" and steps["uniform-0"].seconds == OVERHEAD + 5
     alone = plan(tmp_path, "--dense", "--workers 0").dense_step()
     assert alone.command[1:3] == ["-m", "scripts.demo_model.train_dense_mla"]
-    assert alone.command[-4:] == ["--batch-tokens", "131072", "--workers", "0"]
+    assert alone.command[-4:] == ["--batch-tokens", "65536", "--workers", "0"]
     both = plan(tmp_path, "--gpus", "2").dense_step().command
     assert both[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    assert both[-2:] == ["--batch-tokens", "65536"]  # the same step on both
-    assert " ".join(both[-14:-2]) == "--layers 24 --hidden 640 --heads 10 --passes 3.0 --tasks 0.1 --text 0.7"
+    assert both[-2:] == ["--batch-tokens", "32768"]  # the same step on both
+    sizes = "--layers 24 --hidden 512 --heads 8 --passes 3.0 --tasks 0.1 --text 0.7 --longest 8192"
+    assert " ".join(both[-16:-2]) == sizes
     one = plan(tmp_path, "--gpus", "2", "--dense-gpus", "1").dense_step()
     assert one.command == alone.command[:-2]
+
+
+def test_indexers_train_alone_as_a_search_first_would_train_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(tmp_path)
+    step, first = made.dsa_step(), made.training_steps()[0]
+    assert step.result == made.base / "metrics.json" and step.seconds == OVERHEAD + 5
+    alone, both = list(step.command), list(first.command)
+    assert alone[alone.index("--pattern") + 1] == "uniform@1" and alone[-1] == str(made.base)
+    assert both[-1] == str(made.searched)
+    assert [word for word in alone[:-1] if word not in ("--pattern", "uniform@1")] == [
+        word for word in both[:-1] if word not in ("--search-first", "1/4")
+    ]
+    ran: list[str] = []
+    monkeypatch.setattr(scale, "write_data", lambda plan: ran.append("data"))
+    monkeypatch.setattr(scale, "run", lambda steps, *more: ran.extend(step.name for step in steps))
+    scale.work(made.options, ["dense", "dsa"], lambda: 9e9)
+    assert ran == [DENSE, "data", BASE]
+    assert outline(made, ["dsa"]).splitlines()[0] == f"DSA: about {OVERHEAD + 5:.0f} s"
+
+
+def test_rows_are_judged_on_text_recall_and_each_task(corpus: Path, tmp_path: Path) -> None:
+    few = ["--text-sequences", "2", "--samples", "2", "--held-out", "2", "--length", "1024", "--index-topk", "64"]
+    made = plan(tmp_path, "--corpus", str(corpus), *few)
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(97, 123, 4000))) for _ in range(8)]
+    (corpus / "evaluation.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = tiny_config(layers=2, vocab_size=VOCAB, max_position_embeddings=1024, index_topk=64)
+    model = made.base / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
+    scale.write_data(made)
+    held_out = scale.evaluation_set(made)
+    groups = scale.groups_of(held_out)
+    assert {name: len(rows) for name, rows in groups.items()} == {
+        "text": 2,
+        "recall": 2,
+        "MRCR-like": 2,
+        "RULER-like": 8,
+    }
+    assert sum(map(len, groups.values())) == held_out.data.num_sequences
 
 
 def test_how_long_each_part_takes_is_said(tmp_path: Path) -> None:

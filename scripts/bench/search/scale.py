@@ -1,15 +1,16 @@
-"""Training-aware IndexCache on a dense language model of 145 million weights, from the first step to the table.
+"""Training-aware IndexCache on a dense language model of 98 million weights, from the first step to the table.
 
     python -m scripts.large_corpus make --output build/large
     python -m scripts.large_corpus join build/large/pieces --output build/corpus
-    python -m scripts.bench.search.scale --corpus build/corpus --output build/scale --gpus 2 --dense-seconds 1500
+    python -m scripts.bench.search.scale --corpus build/corpus --output build/scale --gpus 2 --seconds 3600
 
 A dense model with latent attention is trained (`scripts.demo_model.train_dense_mla`) and made DSA by
 `indexcache-distill --search-first 1/4`: indexers in all layers, a search, training with the pattern found. From the
 model with indexers in all layers, uniform 1/4 trains with the loss over all layers and with its own layer's alone, and
 the model trains on without a pattern, so that what more training does is not taken for what the loss does. All rows are
 evaluated on held-out text, on recall sequences and on samples of `indexcache-eval --tasks`; the table in
-`OUTPUT/table.md` grows with each.
+`OUTPUT/table.md` grows with each. `--only rehearse,dense,dsa` ends with the model with indexers in all layers, about
+20 minutes on one H200; `scripts.bench.search.language_model` searches it, and `--only train` goes on from there.
 
 A rehearsal comes first: the whole chain with a model of four layers and two steps a stage. It fails within a minute or
 two, not after the dense training, and its pace says how many steps and seeds fit into `--seconds`. How long each part
@@ -36,7 +37,7 @@ from torch.utils.data import DataLoader
 
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.eval.held_out import ComparisonSet, build
+from indexcache_search.eval.held_out import ComparisonData, ComparisonSet, build
 from indexcache_search.hf.loading import describe_model, load_tokenizer, set_quiet
 from indexcache_train.distill.conversion import convert
 from indexcache_train.distill.dense_mla import DenseStart
@@ -178,17 +179,15 @@ def evaluation_set(plan: Plan) -> ComparisonSet:
     text.write_bytes((options.corpus / "evaluation.jsonl").read_bytes())
     vocab_size = json.loads((plan.base / "model" / "config.json").read_text())["vocab_size"]
     reader = TokenReader(lambda: load_tokenizer(model), vocab_size, options.length)
-    return build(
-        reader,
-        description,
-        [str(text), str(plan.folder / "recall.jsonl")],
-        TASK_NAMES,
-        str(text),
+    asked = ComparisonData(
+        sources=(str(text), str(plan.folder / "recall.jsonl")),
         seq_len=options.length,
         sequences=2 * options.text_sequences,
+        tasks=TASK_NAMES,
+        haystack=str(text),
         samples=options.samples,
-        chat=False,
     )
+    return build(reader, description, asked, options.length)
 
 
 def groups_of(held_out: ComparisonSet) -> dict[str, np.ndarray]:
@@ -198,17 +197,33 @@ def groups_of(held_out: ComparisonSet) -> dict[str, np.ndarray]:
     return {name: np.flatnonzero(np.isin(held_out.data.source_of, numbers)) for name, numbers in number_of.items()}
 
 
+def as_dsa(dense: Path, size: IndexerSize, output: Path) -> Path:
+    """Write a dense model as a DSA one that selects everything: the same outputs, and the same code evaluates it.
+
+    Args:
+        dense: folder of the model, with latent attention.
+        size: of the indexers, which select as many tokens as a sequence has.
+        output: folder of the DSA model; one that is there stays.
+
+    Returns:
+        `output`.
+    """
+    if not output.exists():
+        start = DenseStart.read(str(dense), size)
+        if start is None:
+            raise SystemExit(f"{dense}: no dense model with latent attention")
+        partial = output.with_suffix(".partial")
+        partial.mkdir(exist_ok=True)
+        convert(dense, start, 0, partial)
+        partial.rename(output)
+    return output
+
+
 def evaluate(plan: Plan, row: Row, held_out: ComparisonSet) -> dict[str, Any]:
     """Return losses, right tokens and tokens of each sequence."""
     layers = describe_model(str(plan.base / "model")).num_layers
-    if row.name == DENSE and not row.model.exists():
-        # What it becomes while all is selected: the same outputs, and the same code evaluates it.
-        start = DenseStart.read(str(plan.dense), IndexerSize(**{**vars(plan.size), "topk": plan.options.length}))
-        assert start is not None
-        partial = row.model.with_suffix(".partial")
-        partial.mkdir(exist_ok=True)
-        convert(plan.dense, start, 0, partial)
-        partial.rename(row.model)
+    if row.name == DENSE:
+        as_dsa(plan.dense, IndexerSize(**{**vars(plan.size), "topk": plan.options.length}), row.model)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     engine = TransformersEngine.load(
         str(row.model), "auto", dtype, batch_size=plan.options.eval_batch, prefix_cache_gb=0
@@ -290,9 +305,12 @@ def work(options: argparse.Namespace, parts: Sequence[str], left: Callable[[], f
     if "dense" in parts:
         dense = Plan(options, Sizes(1, 1, options.seeds)).dense_step()
         run([dense], 1, 1, options.output, left)
-    if not {"train", "evaluate"} & {*parts}:
+    if not {"dsa", "train", "evaluate"} & {*parts}:
         return
     plan = Plan(options, *kept_sizes(options, left))
+    if "dsa" in parts:
+        write_data(plan)
+        run([plan.dsa_step()], 1, 1, options.output, left)
     if "train" in parts:
         print(f"{plan.sizes}, {plan.pace[0]:.2f} and {plan.pace[1]:.2f} s a step, {left():.0f} s left")
         print(outline(plan, ["train"]), flush=True)
@@ -339,24 +357,27 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--output", type=Path, default=Path("build/scale"))
-    parser.add_argument("--only", default="rehearse,dense,train", help="which of these and evaluate, in this order")
+    parser.add_argument(
+        "--only", default="rehearse,dense,train", help="which of rehearse, dense, dsa, train, evaluate, in this order"
+    )
     parser.add_argument("--export-pieces", choices=("int8", "bf16"), help="write the models in pieces of 16 MB as well")
     parser.add_argument("--wait", action="store_true", help="evaluate what comes, until all trainings have ended")
     parser.add_argument("--seconds", type=float, default=0.0, help="of all, from the first start; 0: no limit")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2, help="trainings side by side on a GPU")
-    parser.add_argument("--dense-seconds", type=float, default=600.0)
+    parser.add_argument("--dense-seconds", type=float, default=720.0)
     parser.add_argument("--dense-gpus", type=int, help="of the dense training, if not all")
-    parser.add_argument("--dense-tokens", type=int, default=131072, help="of a step of the dense training")
+    parser.add_argument("--dense-tokens", type=int, default=65536, help="of a step of the dense training")
     parser.add_argument("--dense", default="", help="more words for scripts.demo_model.train_dense_mla")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=640)
-    parser.add_argument("--heads", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--passes", type=float, default=3.0, help="of the dense training over the corpus, at most")
     parser.add_argument("--tasks", type=float, default=0.1, help="share of the sequences that are samples of tasks")
     parser.add_argument("--text", type=float, default=0.7, help="share of text alone among the others")
-    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of the last sequences of the dense training")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of all sequences behind the dense training")
     parser.add_argument("--index-heads", type=int, default=8)
     parser.add_argument("--index-dim", type=int, default=128)
     parser.add_argument("--index-topk", type=int, default=256)
@@ -364,12 +385,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="as many as fit into --seconds unless given")
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--indexer-lr", type=float, default=1e-3)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--held-out", type=int, default=16, help="sequences of indexcache-distill's held-out set")
     parser.add_argument("--text-sequences", type=int, default=48, help="of text, and again of recall")
     parser.add_argument("--samples", type=int, default=48, help="of each task")
-    parser.add_argument("--eval-batch", type=int, default=8)
+    parser.add_argument("--eval-batch", type=int, default=4)
     parser.add_argument("--warmup-pace", type=float, help="seconds of a warm-up step; the rehearsal's unless given")
     parser.add_argument("--sparse-pace", type=float, help="seconds of a sparse step; the rehearsal's unless given")
     return parser

@@ -92,18 +92,28 @@ class Plan:
             launcher += ["torch.distributed.run", "--nproc-per-node", str(gpus), "-m"]
         command = [*launcher, "scripts.demo_model.train_dense_mla", "--corpus", str(options.corpus)]
         command += ["--output", str(self.dense), "--seconds", str(options.dense_seconds)]
-        for name in ("layers", "hidden", "heads", "passes", "tasks", "text"):
+        for name in ("layers", "hidden", "heads", "passes", "tasks", "text", "longest"):
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--batch-tokens", str(options.dense_tokens // gpus)]
         return Step(
             DENSE, [*command, *options.dense.split()], self.dense / "model.safetensors", options.dense_seconds + 60
         )
 
+    def dsa_step(self) -> Step:
+        """Train the model with indexers in all layers alone, which a later `--search-first` takes as it is."""
+        seconds = OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
+        words = ["--pattern", "uniform@1", *self._indexers()]
+        command = self._distill(self.dense, words, self.base, self.sizes.seeds[0])
+        return Step(BASE, command, self.base / "metrics.json", seconds)
+
+    def _indexers(self) -> list[str]:
+        return [f"--index-{key}={value}" for key, value in vars(self.size).items()]
+
     def training_steps(self) -> list[Step]:
         """Train all that starts from the dense model, or from the one with indexers in all layers."""
         once = OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
-        size = [f"--index-{key}={value}" for key, value in vars(self.size).items()]
-        first = self._distill(self.dense, ["--search-first", SHARE, *size], self.searched, self.sizes.seeds[0])
+        words = ["--search-first", SHARE, *self._indexers()]
+        first = self._distill(self.dense, words, self.searched, self.sizes.seeds[0])
         steps = [Step("searched", first, self.searched / "trained" / "metrics.json", 2 * once + SEARCH)]
         for row in self.trained_rows():
             if row.model.parent == self.searched / "trained":
@@ -196,6 +206,9 @@ def outline(plan: Plan, parts: Sequence[str]) -> str:
     times = [("rehearsal", REHEARSAL)] if "rehearse" in parts else []
     times += [(DENSE, plan.dense_step().seconds)] if "dense" in parts else []
     total = sum(seconds for _, seconds in times)
+    if "dsa" in parts:
+        times.append((BASE, plan.dsa_step().seconds))
+        total += times[-1][1]
     if "train" in parts:
         steps = plan.training_steps()
         times += [(step.name, step.seconds) for step in steps] + [("evaluation", EVALUATION)]
