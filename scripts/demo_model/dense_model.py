@@ -32,6 +32,18 @@ def model_config(layers: int, hidden: int, heads: int, vocab_size: int) -> dict[
     }
 
 
+def operations(config: dict[str, Any], length: int) -> float:
+    """Return the floating-point operations of a token in a training step, in sequences of `length` tokens."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    of_queries, of_keys = config["q_lora_rank"], config["kv_lora_rank"]
+    queries = of_queries * (hidden + heads * (nope + rope))
+    keys = hidden * (of_keys + rope) + of_keys * heads * (nope + value)
+    attention = heads * (nope + rope + value) * length / 2  # half of it is masked
+    layer = queries + keys + attention + heads * value * hidden + 3 * hidden * config["intermediate_size"]
+    return 6.0 * (config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
+
+
 def check_memory(config: dict[str, Any], tokens: int, device: torch.device) -> float:
     """Return the estimated GB of a step of `tokens` tokens.
 

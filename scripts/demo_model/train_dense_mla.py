@@ -6,7 +6,8 @@ r"""Train a dense language model with latent attention (MLA), of 60 million weig
 
 Short sequences come first, since looking things up is learned soonest there (a model of 24 layers and 10 million
 weights learned it within 26 million tokens), then longer ones. A stage of short ones ends once answers are found, or
-when its time is up; what it leaves goes to the longest. Over the last quarter of the time the learning rate falls to 0.
+when its time is up; what it leaves goes to longer ones. Over the last quarter of the time the learning rate falls to 0,
+and sequences have `--longest` tokens.
 `--steps` takes numbers of steps in the place of the clock. No token of the corpus is read more than `--passes` times:
 the shares of the time are then shares of these passes, whichever ends first.
 
@@ -23,7 +24,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.utils.data import DataLoader
 from indexcache_train.training.processes import Processes, joined
 from scripts.demo_model import glm
 from scripts.demo_model.build_demo import TOKENIZER_CONFIG
-from scripts.demo_model.dense_model import check_memory, model_config, text_losses
+from scripts.demo_model.dense_model import check_memory, model_config, operations, text_losses
 from scripts.demo_model.mixture import TASK, Batches, mixture_of
 from scripts.demo_model.recall import ANSWER, TEXT, Batch
 from scripts.demo_model.train_demo_model import MIXTURE, Trainer, configure_pytorch
@@ -86,6 +87,7 @@ class DenseTrainer(Trainer):
         compile_: compile the layers.
         tasks: share of the sequences that are samples of `indexcache_tasks`.
         text: share of text alone among the others.
+        longest: tokens of the last stage's sequences; 0 for those of `STAGES`.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class DenseTrainer(Trainer):
         compile_: bool,
         tasks: float = 0.4,
         text: float = MIXTURE["text"],
+        longest: int = 0,
     ) -> None:
         super().__init__(glm, corpus, output, seed, config, compile_)
         self.processes, self.corpus, self.batch_tokens = processes, corpus, batch_tokens
@@ -114,8 +117,10 @@ class DenseTrainer(Trainer):
             "batch_tokens": batch_tokens,
             "processes": processes.count,
             "shares": [tasks, text],
+            "longest": longest,
             "corpus": file_digest(corpus / "corpus.npz").sha256,
         }
+        self.stages = (*STAGES[:-1], replace(STAGES[-1], length=longest or STAGES[-1].length))
 
     def log(self, **record: Any) -> None:
         """Log in the first process alone."""
@@ -202,7 +207,7 @@ class DenseTrainer(Trainer):
         passes: float = 0.0,
         base: Path | None = None,
     ) -> None:
-        """Train through `STAGES`, by the clock or by numbers of steps, and write the model.
+        """Train through the stages, by the clock or by numbers of steps, and write the model.
 
         Args:
             steps: of each stage; None for the clock.
@@ -222,19 +227,19 @@ class DenseTrainer(Trainer):
             raise SystemExit(f"--steps takes {sum(steps)} steps, expected {self.most} at most: {passes} passes")
         self.go_on(base)
         if not self.ends:
-            self.ends = [None] * len(STAGES) if steps is None else [sum(steps[: i + 1]) for i in range(len(steps))]
-            self.spent = [0.0] * len(STAGES)
-        for number, stage in enumerate(STAGES):
+            self.ends = [None] * len(self.stages) if steps is None else [sum(steps[: i + 1]) for i in range(len(steps))]
+            self.spent = [0.0] * len(self.stages)
+        for number, stage in enumerate(self.stages):
             end = self.ends[number]
             if end is not None and self.step >= end:
                 continue
-            if end is None and number + 1 == len(STAGES):  # the rate falls over a known number of steps
+            if end is None and number + 1 == len(self.stages):  # the rate falls over a known number of steps
                 self.ends[number] = self._last_end(seconds)
             self._run(number, seconds, workers, keep_every, show)
             self.keep()
-            if number != len(STAGES) - 2:
+            if number != len(self.stages) - 2:
                 self.evaluate(stage.name, sparse=False, sequences=16, length=stage.length)
-        length = STAGES[-1].length
+        length = self.stages[-1].length
         losses = text_losses(self, self.corpus, length, WINDOWS, max(1, self.batch_tokens // length))
         self.log(passes=round(self.step * tokens / self.streams["train"].numel(), 3), text_losses=losses)
         if self.processes.first:
@@ -246,17 +251,19 @@ class DenseTrainer(Trainer):
     def _last_end(self, seconds: float) -> int:
         """Return the step at which the last stage ends: what fits into the time left, at the pace of the one before.
 
-        The clocks of processes differ. The first one's decides, or it would wait for steps that another does not take.
+        Longer sequences take longer, by the operations of a token. The clocks of processes differ. The first one's
+        decides, or it would wait for steps that another does not take.
         """
         before, last = [0, *self.ends][-3] or 0, self.spent[-2]
         pace, left = last / max(1, self.step - before), max(0.0, seconds - sum(self.spent))
+        pace *= operations(self.config, self.stages[-1].length) / operations(self.config, self.stages[-2].length)
         end = self.step + max(1, round(left / max(pace, 1e-6)))
         end, *_ = self.processes.gather(end if self.most is None else max(self.step + 1, min(end, self.most)))
         return int(end)
 
     def _run(self, number: int, seconds: float, workers: int, keep_every: float, show: int) -> None:
         """Run stage `number` to its end."""
-        stage, first = STAGES[number], ([0, *self.ends][number] or 0)
+        stage, first = self.stages[number], ([0, *self.ends][number] or 0)
         rope, tokens = self._rope(stage.length - 1), self.batch_tokens * self.processes.count
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -265,8 +272,8 @@ class DenseTrainer(Trainer):
         seen: list[float] = []  # the larger loss of answers, at the last looks
         for batch in self._batches(stage, workers):
             end = self.ends[number]
-            factor = min(1.0, (self.step - first + 1) / RAMP) if number < len(STAGES) - 1 else 1.0
-            if number == len(STAGES) - 1 and end is not None:
+            factor = min(1.0, (self.step - first + 1) / RAMP) if number < len(self.stages) - 1 else 1.0
+            if number == len(self.stages) - 1 and end is not None:
                 factor = (end - self.step) / (end - first)
             if self.since:
                 factor = min(factor, (self.step - self.since + 1) / RAMP)
@@ -353,6 +360,7 @@ def main(options: argparse.Namespace) -> None:
     with joined("auto", options.dtype) as processes:
         vocab_size = len(json.loads((options.corpus / "tokenizer.json").read_text())["model"]["vocab"])
         config = model_config(options.layers, options.hidden, options.heads, vocab_size)
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], options.longest)
         need = check_memory(config, options.batch_tokens, processes.device)
         trainer = DenseTrainer(
             processes,
@@ -364,6 +372,7 @@ def main(options: argparse.Namespace) -> None:
             not options.no_compile and processes.device.type == "cuda",
             options.tasks,
             options.text,
+            options.longest,
         )
         weights = sum(item.numel() for item in trainer.model.parameters())
         trainer.log(weights=weights, layers=options.layers, estimate_gb=round(need, 1), processes=processes.count)
@@ -388,6 +397,7 @@ if __name__ == "__main__":
     parser.add_argument("--base", type=Path, help="folder of weights to go on from, where there is no checkpoint")
     parser.add_argument("--tasks", type=float, default=0.4, help="share of the sequences that are samples of tasks")
     parser.add_argument("--text", type=float, default=MIXTURE["text"], help="share of text alone among the others")
+    parser.add_argument("--longest", type=int, default=STAGES[-1].length, help="tokens of the last stage's sequences")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step in each process")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--workers", type=int, default=6, help="processes that draw batches")

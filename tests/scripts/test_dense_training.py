@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.errors import FolderError
 from indexcache_search.workdir.lock import locked
 from indexcache_train.training.processes import Processes
 from scripts.bench.search import weights
 from scripts.demo_model import train_dense_mla
-from scripts.demo_model.dense_model import model_config
+from scripts.demo_model.dense_model import model_config, operations
 from scripts.demo_model.mixture import BLOCK, Batches, Windows, mixture_of
 from scripts.demo_model.train_dense_mla import DenseTrainer, Stage
 from tests.scripts.small_corpus import VOCAB, write_corpus
@@ -38,9 +39,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseTrainer, "evaluate", lambda self, name, **more: None)
 
 
-def trainer(corpus: Path, output: Path, seed: int = 0) -> DenseTrainer:
+def trainer(corpus: Path, output: Path, seed: int = 0, longest: int = 0) -> DenseTrainer:
     config = {**model_config(2, 64, 2, VOCAB), "q_lora_rank": 32}
-    return DenseTrainer(ALONE, corpus, output, seed, config, TOKENS, False, tasks=0.1, text=0.7)
+    return DenseTrainer(ALONE, corpus, output, seed, config, TOKENS, False, tasks=0.1, text=0.7, longest=longest)
 
 
 def train(
@@ -132,6 +133,26 @@ def test_no_token_is_read_more_often_than_said(corpus: Path, tmp_path: Path, mon
     assert by_clock.ends[-1] == by_clock.step and by_clock.ends[0] in (7, 8)
     with pytest.raises(SystemExit, match=r"--steps takes 300 steps, expected 234 at most: 3\.0 passes"):
         train(trainer(corpus, tmp_path / "steps"), [100, 100, 100])
+
+
+def test_the_last_stage_is_as_long_as_the_time_that_is_left(corpus: Path, tmp_path: Path) -> None:
+    """Its sequences are longer than those of the stage before, and each of their tokens takes longer."""
+    made = trainer(corpus, tmp_path, longest=512)
+    assert [stage.length for stage in made.stages] == [128, 256, 512]
+    made.ends, made.spent, made.step, made.most = [0, 10, None], [0.0, 20.0, 0.0], 10, None
+    slower = operations(made.config, 512) / operations(made.config, 256)
+    assert 1.0 < slower < 2.0
+    assert made._last_end(20.0 + 100.0) == 10 + round(100.0 / (2.0 * slower))
+
+
+def test_operations_are_two_a_weight_and_twice_as_many_backward() -> None:
+    config = model_config(3, 64, 2, VOCAB)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    read = [item.numel() for name, item in model.named_parameters() if item.dim() > 1 and "embed" not in name]
+    assert operations(config, 0) == 6 * sum(read)
+    heads = 3 * 2 * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"])
+    assert operations(config, 1000) - operations(config, 0) == 6 * heads * 500
 
 
 def test_another_runs_checkpoint_is_refused(corpus: Path, tmp_path: Path) -> None:
