@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.reader import TokenReader
+from indexcache_train.distill.settings import IndexerSize
 from scripts.bench.search import language_model
+from scripts.bench.search.scale import as_dsa
 from scripts.bench.search.scale_plan import Step
+from scripts.demo_model.dense_model import model_config
 from sglang_indexcache import Pattern
 from tests.conftest import tiny_config, tiny_model
 from tests.scripts.small_corpus import VOCAB, write_corpus
@@ -124,6 +129,28 @@ def test_what_ended_is_compared_where_a_search_fails_or_does_not_fit(
     with pytest.raises(SystemExit, match="seed0 failed"):
         language_model.main(options(model, corpus, tmp_path))
     assert "seed0" in ran[0] and ran[1:] == [["eval-1024", "eval-2048"]]
+
+
+def test_the_dense_model_is_compared_on_the_same_sequences(corpus: Path, tmp_path: Path) -> None:
+    dense, dsa = tmp_path / "dense", tmp_path / "dsa"
+    config = {**model_config(2, 64, 2, VOCAB), "q_lora_rank": 32, "max_position_embeddings": 4 * LENGTH}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(dense)
+    for name, text in (
+        ("config.json", json.dumps(config)),
+        ("tokenizer.json", (corpus / "tokenizer.json").read_text()),
+    ):
+        (dense / name).write_text(text)
+    as_dsa(dense, IndexerSize(heads=2, dim=64, topk=64), dsa)
+    given = options(dsa, corpus, tmp_path / "out", "--dense", str(dense), "--eval-tokens", str(9 * LENGTH))
+    language_model.write_data(given, LENGTH)
+    language_model.compare_dense(given, LENGTH)
+    rows = json.loads((tmp_path / "out" / f"dense-{LENGTH}.json").read_text())
+    assert len(rows) == 3 + len(language_model.TASK_NAMES)
+    for row in rows.values():
+        assert row["increase"] == pytest.approx(row["DSA"] - row["dense"]) and 0 < row["error"] < 1
+        assert row["dense"] == pytest.approx(math.log(VOCAB), abs=0.5), "untrained"
+    given.dense = None
+    language_model.compare_dense(given, LENGTH)  # there already: nothing is read
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ on packages of which nothing was trained on, other recall sequences and generate
 and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at half and
 twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with uniform
 patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each sequence
-counts.
+counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`).
 
 Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
 where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
@@ -27,12 +27,17 @@ from pathlib import Path
 
 import numpy as np
 
-from indexcache_search.hf.loading import describe_model
+from indexcache_search.data.reader import TokenReader
+from indexcache_search.engines.transformers import TransformersEngine
+from indexcache_search.eval.held_out import ComparisonData, build
+from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_search.workdir.lock import locked
-from scripts.bench.search.scale import RECALL, row_lines, run
+from indexcache_train.distill.settings import IndexerSize
+from scripts.bench.search.scale import RECALL, as_dsa, row_lines, run
 from scripts.bench.search.scale_plan import Step
 from scripts.demo_model.mixture import TASK_NAMES, Batches
 from scripts.demo_model.recall import ANSWER
+from sglang_indexcache import Pattern
 from sglang_indexcache.io.atomic import write_atomically
 from sglang_indexcache.pattern_file.file import PatternFile
 
@@ -157,6 +162,45 @@ def comparisons(options: argparse.Namespace) -> list[Step]:
     return steps
 
 
+def compare_dense(options: argparse.Namespace, length: int) -> None:
+    """Write `dense-LENGTH.json`: what the model loses against the dense one that it was made of, by source.
+
+    On the sequences that the comparison of this length reads. `indexcache-eval` takes no model that selects everything.
+    """
+    path = options.output / f"dense-{length}.json"
+    if path.exists():
+        return
+    set_quiet()
+    model = str(options.model)
+    description, vocab_size = describe_model(model), read_config(model).vocab_size
+    asked = ComparisonData(
+        sources=tuple(str(data_file(options, "held-out", source, length)) for source in SOURCES),
+        seq_len=length,
+        sequences=max(3, options.eval_tokens // length),
+        tasks=TASK_NAMES,
+        haystack=str(data_file(options, "held-out", "text", length)),
+        samples=options.samples,
+        reply=length // 4,
+    )
+    data = build(TokenReader(lambda: load_tokenizer(model), vocab_size, length), description, asked, length).data
+    dense = as_dsa(options.dense, IndexerSize(heads=8, dim=128, topk=length), options.output / f"dense-model-{length}")
+    losses, pattern = {}, Pattern.full(description.num_layers)
+    for name, folder in (("dense", str(dense)), ("DSA", model)):
+        engine = TransformersEngine.load(
+            folder, "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
+        )
+        [found] = engine.evaluate([pattern], data, "nll")
+        losses[name] = np.array(found.losses) / np.array(found.tokens)
+    change, rows = losses["DSA"] - losses["dense"], {}
+    for number, source in enumerate(data.sources):
+        chosen = data.source_of == number
+        more = {"increase": change[chosen].mean(), "error": change[chosen].std(ddof=1) / chosen.sum() ** 0.5}
+        rows[source] = {name: values[chosen].mean() for name, values in losses.items()} | more
+    write_atomically(path, json.dumps(rows, indent=1) + "\n")
+    for source, row in rows.items():
+        print(f"{length} tokens, {source}: {', '.join(f'{key} {value:.4f}' for key, value in row.items())}", flush=True)
+
+
 def forget_without(names: Iterable[str], result: Path) -> None:
     """Remove a comparison's result if it lacks a pattern; what was evaluated stays in its journal."""
     if result.exists() and not {*names} <= {row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]}:
@@ -181,6 +225,8 @@ def main(options: argparse.Namespace) -> None:
         for step in compared:
             forget_without(patterns(options), step.result)
         run(compared, options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
+        for length in (options.length, 2 * options.length) if options.dense else ():
+            compare_dense(options, length)
     if failed is not None:
         raise failed
 
@@ -189,6 +235,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dense", type=Path, help="the dense model that it was made of, to compare with")
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--output", type=Path, default=Path("build/language"))
     parser.add_argument("--length", type=int, default=4096, help="tokens; half and twice as many are tried as well")
