@@ -33,7 +33,7 @@ def result_of(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     for line in output.splitlines():
         if line.startswith(RESULT):
             return json.loads(line.removeprefix(RESULT)), output
-    raise SystemExit(f"{output}\nno result of {process.args}")
+    raise SystemExit(f"{output}\nno result of {process.args!r}")
 
 
 def give(result: dict[str, Any]) -> NoReturn:

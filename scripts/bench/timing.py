@@ -40,7 +40,8 @@ def cuda_ms(call: Call) -> float:
     call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds
 
 
 def times_in_turns(

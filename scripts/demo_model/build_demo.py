@@ -113,7 +113,7 @@ def set_aside(corpus: Path) -> dict[str, Source]:
 def public_domain(corpus: Path) -> dict[str, Source]:
     """Return the public-domain text that training set aside, in pieces, by turns for calibration and evaluation."""
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
-    end = tokenizer.token_to_id(TOKENIZER_CONFIG["eos_token"])
+    end = tokenizer.token_to_id(str(TOKENIZER_CONFIG["eos_token"]))
     texts = [row["text"] for part in PARTS for row in read_rows(corpus, part) if row["public_domain"]]
     pieces = [piece for text in texts for piece in split_lines(text) if len(piece) >= LEAST_DOCUMENT_CHARS]
     pieces.sort(key=lambda piece: hashlib.sha256(piece.encode()).digest())

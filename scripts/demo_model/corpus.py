@@ -20,6 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -223,7 +224,8 @@ def build(output: Path, vocab_size: int = VOCAB_SIZE) -> None:
         for name, texts in parts.items()
     }
     counts = np.bincount(streams["train"], minlength=vocab_size)
-    np.savez_compressed(output / "corpus.npz", words=key_words(tokenizer, counts), **streams)
+    arrays: dict[str, Any] = {"words": key_words(tokenizer, counts), **streams}
+    np.savez_compressed(output / "corpus.npz", **arrays)
     for name in ("calibration", "evaluation"):
         rows = [{"text": text, "public_domain": text in public} for text in parts[name]]
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]

@@ -83,7 +83,8 @@ def positions(model: Any, length: int, device: torch.device) -> Tables:
 
 def embed(model: Any, tokens: Tensor) -> Tensor:
     """Return the input of the first layer, `[B, S, N, hidden]`."""
-    return model.model.embed_tokens(tokens)[:, :, None].expand(-1, -1, model.config.hc_mult, -1).contiguous()
+    embedded: Tensor = model.model.embed_tokens(tokens)[:, :, None].expand(-1, -1, model.config.hc_mult, -1)
+    return embedded.contiguous()
 
 
 def final(model: Any, x: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def index_scores(indexer: Any, hidden: Tensor, residual: Tensor, tables: Tables)
     q = apply_rotary_pos_emb(q, *tables["compress"])
     heads = F.relu(torch.matmul(q, keys[:, None].mT)).float() * indexer.scorer.softmax_scale
     weights = indexer.scorer.weights_proj(hidden).float() * indexer.scorer.weights_scaling
-    scores = (heads * weights.mT[..., None]).sum(1)
+    scores: Tensor = (heads * weights.mT[..., None]).sum(1)
     return scores.masked_fill(~_complete(length, indexer.compress_rate, hidden.device), _MASKED)
 
 

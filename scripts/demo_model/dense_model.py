@@ -56,7 +56,8 @@ def check_memory(config: dict[str, Any], tokens: int, device: torch.device) -> f
     heads = config["num_attention_heads"] * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
     layer = 2 * (5 * heads + 4 * config["intermediate_size"]) + 12 * config["hidden_size"]
     logits = 8 * config["vocab_size"]
-    need, there = weights + tokens * (config["num_hidden_layers"] * layer + logits), available(device)
+    need: float = weights + tokens * (config["num_hidden_layers"] * layer + logits)
+    there = available(device)
     if need > there:
         raise SystemExit(
             f"about {need / 1e9:.1f} GB are needed, {device} has {there / 1e9:.1f} free; expected fewer --batch-tokens"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, `[S, rope width / 2]`
 EXTRA_TOKENS = 0
@@ -108,7 +108,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
 
 
-def project(attention: nn.Module, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def project(attention: Any, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the query residual `[B, S, q_lora]` and q, k, v as `[B, H, S, D]`."""
     batch, length, _ = hidden.shape
     nope, rank = attention.qk_nope_head_dim, attention.kv_lora_rank
@@ -123,7 +123,7 @@ def project(attention: nn.Module, hidden: Tensor, rope: Rope) -> tuple[Tensor, T
     return residual, q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:]
 
 
-def index_scores(indexer: nn.Module, hidden: Tensor, residual: Tensor, rope: Rope) -> Tensor:
+def index_scores(indexer: Any, hidden: Tensor, residual: Tensor, rope: Rope) -> Tensor:
     """Return lightning indexer scores `[B, S, S]` in float32, later keys masked."""
     batch, length, _ = hidden.shape
     width = indexer.qk_rope_head_dim
@@ -133,7 +133,7 @@ def index_scores(indexer: nn.Module, hidden: Tensor, residual: Tensor, rope: Rop
     k = torch.cat([rotate(k[..., :width], rope), k[..., width:]], -1).to(q.dtype)
     weights = indexer.weights_proj(hidden).float() * (indexer.n_heads**-0.5 * indexer.softmax_scale)
     heads = F.relu(torch.matmul(q, k[:, None].mT))
-    scores = (heads.float() * weights.mT[..., None]).sum(1)
+    scores: Tensor = (heads.float() * weights.mT[..., None]).sum(1)
     return scores.masked_fill(~_causal(length, hidden.device), _MASKED)
 
 
@@ -141,10 +141,11 @@ def _causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-def _finish(layer: nn.Module, x: Tensor, attended: Tensor) -> Tensor:
+def _finish(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
     batch, heads, length, width = attended.shape
     x = x + layer.self_attn.o_proj(attended.transpose(1, 2).reshape(batch, length, heads * width))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    output: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    return output
 
 
 def kl(target: Tensor, scores: Tensor) -> Tensor:
@@ -153,7 +154,7 @@ def kl(target: Tensor, scores: Tensor) -> Tensor:
     return (target * (target.clamp_min(1e-9).log() - log_q)).sum(-1).mean()
 
 
-def dense_layer(layer: nn.Module, x: Tensor, rope: Rope) -> Tensor:
+def dense_layer(layer: Any, x: Tensor, rope: Rope) -> Tensor:
     """Run one decoder layer with full causal attention; the indexer takes no part."""
     _, q, k, v = project(layer.self_attn, layer.input_layernorm(x), rope)
     padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # one width for q, k and v: the fused kernels want it
@@ -161,7 +162,7 @@ def dense_layer(layer: nn.Module, x: Tensor, rope: Rope) -> Tensor:
     return _finish(layer, x, attended[..., : v.shape[-1]])
 
 
-def warmup_layer(layer: nn.Module, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+def warmup_layer(layer: Any, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Attend densely without gradients; return also the indexer's KL against the head-averaged attention."""
     attention = layer.self_attn
     with torch.no_grad():
@@ -174,7 +175,7 @@ def warmup_layer(layer: nn.Module, x: Tensor, rope: Rope) -> tuple[Tensor, Tenso
     return output, kl(target, index_scores(attention.indexer, hidden, residual, rope))
 
 
-def sparse_layer(layer: nn.Module, x: Tensor, rope: Rope, topk: int) -> tuple[Tensor, Tensor]:
+def sparse_layer(layer: Any, x: Tensor, rope: Rope, topk: int) -> tuple[Tensor, Tensor]:
     """Attend to the indexer's top-k; return also its KL over the selected tokens on a detached graph."""
     attention = layer.self_attn
     hidden = layer.input_layernorm(x)

@@ -20,7 +20,8 @@ def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).float()
+    nearly: Tensor = (x.mT if tall else x).float()
+    return nearly
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,7 +37,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            by_shape: dict[torch.Size, list[Tensor]] = {}
             for parameter in group["params"]:
                 by_shape.setdefault(parameter.shape, []).append(parameter)
             for shape, parameters in by_shape.items():

@@ -114,14 +114,17 @@ class Trainer:
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        return self.model.model.layers
+        layers: nn.ModuleList = self.model.model.layers
+        return layers
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.architecture.embed(self.model, tokens[:, :-1])
         return embedded
 
     def token_losses(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.head_loss(self.architecture.final(self.model, x), self.model.lm_head.weight, tokens[:, 1:])
+        inputs = self.architecture.final(self.model, x)
+        losses: Tensor = self.head_loss(inputs, self.model.lm_head.weight, tokens[:, 1:])
+        return losses
 
     def train_loss(self, x: Tensor, batch: Batch) -> tuple[Tensor, Callable[[], dict[str, float]]]:
         losses = self.token_losses(x, batch.tokens)

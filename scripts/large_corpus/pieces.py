@@ -163,6 +163,7 @@ def _write(output: Path, source: Path, ids: Mapping[tuple[str, str], np.ndarray]
     write_atomically(output / TOKENIZER, source.read_text())
     streams = {name: np.concatenate([ids[part] for part in sorted(ids) if part[0] == name]) for name in PARTS}
     end = tokenizer.token_to_id("<|eos|>")
+    assert end is not None
     for name in PARTS[1:]:
         texts = tokenizer.decode_batch([item.tolist() for item in documents(streams[name], end)])
         lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
@@ -170,7 +171,8 @@ def _write(output: Path, source: Path, ids: Mapping[tuple[str, str], np.ndarray]
     counts = np.bincount(streams["train"], minlength=tokenizer.get_vocab_size())
     apart = {"-".join(part): stream for part, stream in ids.items() if part[0] != "train"}
     with (output / "corpus.part").open("wb") as file:
-        np.savez(file, words=key_words(tokenizer, counts), **streams, **apart)
+        arrays: dict[str, Any] = {"words": key_words(tokenizer, counts), **streams, **apart}
+        np.savez(file, **arrays)
     (output / "corpus.part").rename(output / "corpus.npz")
 
 

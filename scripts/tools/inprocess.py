@@ -194,10 +194,10 @@ def _generate(model: Path, prompts: Sequence[Sequence[int]], steps: int) -> list
 
     runner = load_runner(model)
     requests = []
-    for index, ids in enumerate(prompts):
-        request = new_request(index, ids, steps, return_logprob=True)
+    for index, prompt in enumerate(prompts):
+        request = new_request(index, prompt, steps, return_logprob=True)
         request.logprob_start_len = 0
-        request.extend_end = len(ids)
+        request.extend_end = len(prompt)
         requests.append(request)
     with torch.no_grad():
         batch = new_batch(runner, requests)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scripts.tools.paired_table import read, shown
 
@@ -28,7 +29,8 @@ def rows(folders: Sequence[Path], last_sequences: int) -> Iterator[list[str]]:
     Raises:
         SystemExit: if the folders don't count the same sequences.
     """
-    first, truth = None, None
+    first: NDArray[np.float64] | None = None
+    truth: NDArray[np.float64] | None = None
     for folder in folders:
         journal, content = folder / "work" / "journal.jsonl", json.loads((folder / "offload.json").read_text())
         losses, hits = read(journal), read(journal, "correct")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from indexcache_dense.selection import selection_in
 from scripts.tools.recorded import recorded
 from sglang_indexcache import Pattern
 
@@ -26,7 +27,9 @@ def read(path: Path, name: str = "losses") -> Losses:
     found: dict[tuple[str, Pattern], dict[int, float]] = {}
     for part, item in recorded(path):
         sums = zip(item.rows, getattr(item, name), item.tokens, strict=True)
-        found.setdefault((part, item.pattern), {}).update({row: value / tokens for row, value, tokens in sums})
+        pattern = item.pattern.pattern
+        assert pattern is not None  # as `recorded` reads them
+        found.setdefault((part, pattern), {}).update({row: value / tokens for row, value, tokens in sums})
     return {key: np.asarray([rows[row] for row in sorted(rows)]) for key, rows in found.items()}
 
 
@@ -47,7 +50,7 @@ def main() -> None:
     last = np.arange(table["sequences"]) >= table["sequences"] * (sources - 1) // sources
     print(f"| pages | pattern | loss | KL | of it {options.last} | others | KL more than the first |")
     print("| -- | -- | -- | -- | -- | -- | -- |")
-    for selection in dict.fromkeys(pattern.selection for _, pattern in losses if pattern.shared_layers):
+    for selection in dict.fromkeys(selection_in(pattern) for _, pattern in losses if pattern.shared_layers):
         first = None
         for name, _, letters in (item.partition("=") for item in options.patterns):
             named = [Pattern(roles, selection) for roles in letters.split(",")]

@@ -146,7 +146,8 @@ def blocks() -> str:
 
 def delta() -> str:
     """Decode steps of a dense model: D layers read all pages, S layers the selected ones."""
-    parts, chosen = [text(110, 20, "pages of the cache, oldest to newest; blue: what a decode step reads")], {}
+    parts = [text(110, 20, "pages of the cache, oldest to newest; blue: what a decode step reads")]
+    chosen: set[int] = set()
     for layer, role in enumerate("DSSDSS"):
         if role == "D":
             chosen = {(layer * 3 + step * step) % 17 for step in (2, 3, 5)} | {0, 18, 19}

@@ -68,7 +68,8 @@ def documents(archives: Path, kind: str) -> list[str]:
 
 def texts(tokenizer: Any, found: list[str], seq_len: int, count: int, rng: random.Random) -> Iterator[list[int]]:
     """Yield `count` sequences; a long document gives a piece from anywhere, short ones are joined."""
-    order, buffer = list(found), []
+    order = list(found)
+    buffer: list[int] = []
     rng.shuffle(order)
     for document in order:
         ids = tokenizer.encode(document, add_special_tokens=False)

@@ -61,8 +61,8 @@ def decoding(shape: str, batch: int, context: int, count: int) -> Iterator[Row]:
     yield "block_scores", captured(partial(block_scores, q, compressed, lengths, **given)), operations, size(compressed)
     tokens = batch * count * BLOCK
     operations, read = 4.0 * tokens * heads * dim, 4.0 * tokens * groups * dim
-    call = partial(block_attention, q, k, v, blocks, lengths=lengths, **given)
-    yield "block_attention", captured(call), operations, read
+    replay = captured(partial(block_attention, q, k, v, blocks, lengths=lengths, **given))
+    yield "block_attention", replay, operations, read
     del k, v
     if installed("flashinfer"):
         cache = torch.randn(2, batch * context // BLOCK, BLOCK, groups, dim, device="cuda", dtype=torch.bfloat16)
@@ -70,8 +70,8 @@ def decoding(shape: str, batch: int, context: int, count: int) -> Iterator[Row]:
         some, everything = list(first + blocks), list(first + torch.arange(context // BLOCK, device="cuda"))
         yield "FlashInfer, the same blocks", captured(flashinfer_decode(some, cache, q)), operations, read
         share = context / (count * BLOCK)
-        call = captured(flashinfer_decode(everything, cache, q))
-        yield "FlashInfer, everything", call, operations * share, read * share
+        replay = captured(flashinfer_decode(everything, cache, q))
+        yield "FlashInfer, everything", replay, operations * share, read * share
 
 
 def training(tokens: int, count: int) -> Iterator[Row]:

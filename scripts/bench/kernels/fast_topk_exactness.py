@@ -72,11 +72,13 @@ def selections(topk: int) -> dict[str, Select]:
         )
     if installed("flashinfer"):
         for name, safe in (("FlashInfer, as SGLang calls it", True), ("FlashInfer", False)):
-            found[name] = lambda scores, lengths, count, safe=safe: flashinfer_topk(
-                scores, lengths, topk=count, graph_safe=safe
-            )
+            found[name] = partial(by_flashinfer, graph_safe=safe)
     found["torch.topk"] = lambda scores, lengths, count: scores.topk(count, dim=1, sorted=False).indices.int()
     return found
+
+
+def by_flashinfer(scores: Tensor, lengths: Tensor, count: int, *, graph_safe: bool) -> Tensor:
+    return flashinfer_topk(scores, lengths, topk=count, graph_safe=graph_safe)
 
 
 def ten_times(select: Select, scores: Tensor, lengths: Tensor, count: int) -> None:

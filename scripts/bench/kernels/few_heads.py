@@ -110,7 +110,7 @@ def ours(q: Tensor, kv: Tensor, unions: Unions) -> dict[str, Side]:
         kernel(q, kv, unions, SCALE, out)
         return out
 
-    sides = {"unions, Triton": partial(run, by_triton)}
+    sides: dict[str, Side] = {"unions, Triton": partial(run, by_triton)}
     if hopper.fits(q, V_DIM):
         sides["unions, Gluon"] = partial(run, hopper.union_attention)
     return sides

@@ -189,9 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(case)
         print(case.line(), flush=True)
     if options.output is not None:
-        about = {"device": torch.cuda.get_device_name() if options.measure else None, "budget_bytes": budget}
-        about |= {"versions": {"torch": version("torch")}, "options": {**vars(options), "output": str(options.output)}}
-        options.output.write_text(json.dumps({**about, "cases": [asdict(case) for case in found]}, indent=1) + "\n")
+        content = {
+            "device": torch.cuda.get_device_name() if options.measure else None,
+            "budget_bytes": budget,
+            "versions": {"torch": version("torch")},
+            "options": {**vars(options), "output": str(options.output)},
+            "cases": [asdict(case) for case in found],
+        }
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
     lines = differing(found) if options.measure else []
     for line in lines:
         print(line, file=sys.stderr)

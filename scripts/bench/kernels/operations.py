@@ -97,13 +97,13 @@ def topk_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
         given = index_inputs(length, heads, dtype)
         operations = length * (length + 1) * heads * INDEX_DIM  # a multiplication and an addition for each pair
         least = size(*given.values()) + 4 * length * TOPK
-        calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": lambda given=given: indexer_topk(**given, topk=TOPK)}
+        calls: dict[str, Callable[[], Tensor]] = {"indexer_topk": partial(indexer_topk, **given, topk=TOPK)}
         if dtype == torch.float8_e4m3fn:
             if installed("deep_gemm", "sgl_kernel"):
-                calls["DeepGEMM + fast_topk"] = lambda given=given: deep_gemm_topk(**given, rows=length)
-                calls["DeepGEMM + fast_topk, 8K rows"] = lambda given=given: deep_gemm_topk(**given, rows=CHUNK)
+                calls["DeepGEMM + fast_topk"] = partial(deep_gemm_topk, **given, rows=length)
+                calls["DeepGEMM + fast_topk, 8K rows"] = partial(deep_gemm_topk, **given, rows=CHUNK)
         elif plain:
-            calls["PyTorch"] = lambda given=given: torch_topk(**given)
+            calls["PyTorch"] = partial(torch_topk, **given)
         for name, call in calls.items():
             yield Case("indexer_topk", dtype, heads, length, name, call, operations, least)
 
@@ -207,7 +207,7 @@ def attention_cases(length: int, heads: int, plain: bool) -> Iterator[Case]:
             heads,
             length,
             name,
-            lambda out=out: torch.autograd.grad(out, leaves, above, retain_graph=True),
+            partial(torch.autograd.grad, out, leaves, above, retain_graph=True),
             operations,
             least,
         )

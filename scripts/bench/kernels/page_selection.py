@@ -79,7 +79,7 @@ class Layer:
         return rounded_scores(*given, scale=DIM**-0.5, budget=budget, out=self.scores)
 
     def select_pages(self, budget: PageBudget, tokens: Tensor, starts: Tensor, kept: Tensor) -> None:
-        out = {"out_table": tokens, "out_starts": starts, "out_lengths": kept}
+        out: dict[str, Any] = {"out_table": tokens, "out_starts": starts, "out_lengths": kept}
         select_pages(self.scores, self.pages, budget=budget, **out)
 
 
@@ -168,7 +168,7 @@ def main() -> None:
                 f"{name} {value if isinstance(value, str) else format(value, '.4f')}" for name, value in found.items()
             )
             gigabytes = batch * length * kv_heads * DIM * 2 / 1e9
-            rate = gigabytes / found["page_scores"]  # type: ignore[operator]
+            rate = gigabytes / found["page_scores"]
             print(f"{shape} {batch} x {length}, ms: {', '.join(shown)}; page_scores reads {rate:.2f} TB/s", flush=True)
             options.output.write_text(json.dumps(results, indent=1) + "\n")
             torch.cuda.empty_cache()

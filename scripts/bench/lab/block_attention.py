@@ -24,6 +24,7 @@ from scripts.bench.timing import host_ms, times_in_turns
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3.1-8B": (32, 8, 128)}  # H, G, D
 BLOCK = 64
 HELD = 64 << 20  # bytes of keys and values that calls go through in turn
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,10 +34,11 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     query = q.view(len(q), k.shape[1], -1, q.shape[2])
     shares = (query @ k.mT * q.shape[2] ** -0.5).softmax(-1)
-    return (shares @ v).flatten(1, 2)
+    attended: Tensor = (shares @ v).flatten(1, 2)
+    return attended
 
 
-def chosen(share: int, keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def chosen(share: int, keys: int) -> Attention:
     number = keys // BLOCK
     generator = torch.Generator().manual_seed(share)
     blocks = torch.randperm(number, generator=generator)[: number // share].sort().values.int()[None]
@@ -51,15 +53,13 @@ def chosen(share: int, keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def microseconds(
-    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]], shape: str, keys: int
-) -> dict[str, float]:
+def microseconds(calls: dict[str, Attention], shape: str, keys: int) -> dict[str, float]:
     heads, kv_heads, dim = SHAPES[shape]
     layers = max(2, HELD // (2 * 4 * kv_heads * keys * dim))
     caches = [torch.randn(2, 1, kv_heads, keys, dim) for _ in range(layers)]
     q = torch.randn(1, heads, dim)
 
-    def through(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def through(call: Attention) -> None:
         for k, v in caches:
             call(q, k, v)
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
         torch.set_num_threads(threads)
         for shape in SHAPES:
             for keys in map(int, options.keys.split(",")):
-                calls = {"fused": fused, "grouped": grouped}
+                calls: dict[str, Attention] = {"fused": fused, "grouped": grouped}
                 calls |= {f"1/{share} of the blocks": chosen(share, keys) for share in (1, 2, 4, 8)}
                 row = microseconds(calls, shape, keys)
                 best = min(row["fused"], row["grouped"])

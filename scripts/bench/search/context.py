@@ -111,7 +111,7 @@ def demo_losses() -> list[dict[str, Any]]:
             engine = TransformersEngine.load(name, "cuda", dtype, 32, 0, attention=attention)
             for _ in range(2):
                 evaluations, seconds = evaluate(engine, [description.native, pattern], data)
-            row = {"model": "demo", "dtype": dtype, "attention": attention, "seconds": seconds}
+            row: dict[str, Any] = {"model": "demo", "dtype": dtype, "attention": attention, "seconds": seconds}
             row["losses"] = [sum(item.losses) / sum(item.tokens) for item in evaluations]
             found.append(row)
             print(json.dumps(row), flush=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ def recovered(results: Sequence[dict[str, Any]], key: str, trained: str) -> str:
     """Say how much of the loss of the training-free 1/4 a trained row recovers, per seed."""
 
     def of(name: str, seed: int | None) -> float:
-        return next(item[key] for item in results if item["row"] == name and item["seed"] == seed)
+        return float(next(item[key] for item in results if item["row"] == name and item["seed"] == seed))
 
     seeds = sorted({item["seed"] for item in results if item["row"] == trained} - {None})
     lost = of("1/4 uniform, training-free", None) - of("original, not trained", None)
@@ -211,7 +211,7 @@ def main(options: argparse.Namespace) -> None:
     about = {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-        "options": {name: str(value) for name, value in sorted(cast(dict[str, Any], vars(options)).items())},
+        "options": {name: str(value) for name, value in sorted(vars(options).items())},
     }
     (options.output / "table3.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     print(table(results, [row.name for row in rows(description.num_layers)]))

@@ -66,9 +66,9 @@ def fit(
     """
     # Layer i adds to a segment w_i * d ** p * exp(tau * normal), by regression with a level per layer.
     rows = [
-        (end - 1, np.log(end - 1 - source), np.log(added))
+        (end - 1, np.log(end - 1 - source), np.log(more))
         for (source, end), cost in costs.items()
-        if (added := cost - costs.get((source, end - 1), 0.0)) > SMALLEST
+        if (more := cost - costs.get((source, end - 1), 0.0)) > SMALLEST
     ]
     layer, distance, added = map(np.asarray, zip(*rows, strict=True))
     x, y = (values - _level(values, layer) for values in (distance, added))
@@ -144,7 +144,8 @@ def main() -> None:
 
 
 def evaluate(engine: TransformersEngine, patterns: list[Pattern], data: TokenSet) -> dict[Pattern, Evaluation]:
-    return {item.pattern: item for item in engine.evaluate(list(dict.fromkeys(patterns)), data, "kl")}
+    chosen = {pattern.key: pattern for pattern in patterns}
+    return {chosen[item.pattern.key]: item for item in engine.evaluate(list(chosen.values()), data, "kl")}
 
 
 if __name__ == "__main__":

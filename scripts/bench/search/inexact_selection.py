@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from indexcache_kernels.patching import replaced
@@ -53,11 +54,11 @@ def main() -> None:
     engine = TransformersEngine.load(name, "cpu", "float32", 1, 0, attention="naive")
     indexers = [module for key, module in engine.torch_model.named_modules() if key.endswith(".indexer")]
 
-    def losses(kept: int, missing: int) -> np.ndarray[Any, Any]:
+    def losses(kept: int, missing: int) -> NDArray[np.float64]:
         changed = [(module, "forward", Inexact(module, kept, missing)) for module in indexers] if missing else []
         with replaced(*changed):
             [found] = engine.evaluate([engine.model.native], data, "nll")
-        return np.asarray(found.losses) / np.asarray(found.tokens)
+        return np.divide(found.losses, found.tokens, dtype=np.float64)
 
     exact, topk = losses(0, 0), indexers[0].index_topk
     print(

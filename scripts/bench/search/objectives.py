@@ -111,7 +111,7 @@ def main() -> None:
             found[name].append([by_pattern[pattern] for pattern in flips])
     table = compare(found, data, options.parts)
     kept = {
-        name: [[[item.pattern.roles, item.on(sorted(rows)).losses] for item in step] for step in each]
+        name: [[[item.pattern.key, item.on(sorted(rows)).losses] for item in step] for step in each]
         for name, each in found.items()
     }
     options.output.write_text(json.dumps({"table": table, "losses": kept}) + "\n")

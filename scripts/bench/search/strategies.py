@@ -160,7 +160,8 @@ def _token_sets(options: argparse.Namespace) -> Iterator[tuple[int, TokenSet, To
                 raise SystemExit(f"{options.sets}: has no sets of seed {seed}; expected --write-sets before")
             yield seed, calibration, held_out
         return
-    folder, sources = options.data, (demo.CALIBRATION, demo.EVALUATION)
+    folder: Path | None = options.data
+    sources: tuple[tuple[str, ...], tuple[str, ...]] = demo.CALIBRATION, demo.EVALUATION
     if folder is not None:
         found = sorted(folder.glob("calibration-*.jsonl"), reverse=True)  # text first, of two
         evaluation = [folder / f"{name.removeprefix('demo:')}.jsonl" for name in demo.EVALUATION]
@@ -263,7 +264,9 @@ def rows_over_models(runs: Mapping[str, Sequence[Run]], retain: Sequence[Fractio
         cells = [name]
         for kept in retain:
             losses = [
-                [sum(item.held_out[at].losses) for item in runs[which]] for which in (name, against) for at in (kept, 1)
+                [sum(item.held_out[at].losses) for item in runs[which]]
+                for which in (name, against)
+                for at in (kept, Fraction(1))
             ]
             found, baseline, other, _ = map(np.asarray, losses)
             relative = (found - other) / (other - baseline)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 from scripts.bench.timing import graph_ms, host_ms, median_ms
 
@@ -36,7 +37,7 @@ def main() -> None:
     if options.ranks < 2:
         parser.error(f"--ranks {options.ranks}: expected 2 or more")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (options, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        spawn(_rank, (options, folder), nprocs=options.ranks)
     for size, found in json.loads(options.output.read_text())["sizes"].items():
         print(f"{size} tokens: {found['ms']:.4f} ms, {found['bus_gb_s']:.1f} GB/s", flush=True)
 

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from indexcache_dense.reuse import NO_MEMORY
+from indexcache_dense.selection import selection_in
 from scripts.bench.shapes import parse_cells
 from scripts.bench.timing import host_ms, median_ms
 from scripts.tools.inprocess import new_batch, new_request
@@ -23,13 +25,13 @@ STEPS = 12
 
 def name_of(pattern: Pattern) -> str:
     """Return a name for tables."""
-    assert pattern.selection is not None
-    steps = pattern.selection.steps
+    selection = selection_in(pattern)
+    assert selection is not None
     own = pattern.roles.count("F")
     words = [
         f"{len(pattern.full_layers)} D",
         *([f"{own} F"] if own else []),
-        *([str(steps)] if str(steps) != "none" else []),
+        *([str(selection.steps)] if selection.steps != NO_MEMORY else []),
     ]
     return " ".join(words)
 
@@ -119,7 +121,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from indexcache_dense.family import DENSE_GQA
     from indexcache_dense.family.backends import make_backend_class
+    from indexcache_dense.family.sglang import DenseGqaSglang
 
+    adapter = DENSE_GQA.sglang
+    assert isinstance(adapter, DenseGqaSglang)
     cells = parse_cells(options.cells)
     arguments = {
         "load_format": "dummy",
@@ -143,15 +148,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if pattern is not None:
                 runner.attn_backend.__class__ = make_backend_class(stock)
                 runner.attn_backend.indexcache_selection = pattern.selection
-                DENSE_GQA.sglang.switch(runner, pattern)
-                DENSE_GQA.sglang.keep_pages(runner, pattern)
+                adapter.switch(runner, pattern)
+                adapter.keep_pages(runner, pattern)
                 read_all(runner)
             else:
                 runner.attn_backend.__class__ = stock
             if number:
                 runner.init_decode_cuda_graph()
             if pattern is not None:
-                DENSE_GQA.sglang.captured(runner, pattern)
+                adapter.captured(runner, pattern)
             for batch, context in cells:
                 best = found.setdefault(name, {}).setdefault(f"{batch}x{context}", {})
                 for way, value in times(runner, batch, context, options.repeats).items():

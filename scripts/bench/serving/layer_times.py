@@ -51,7 +51,7 @@ class HostMark:
 
 
 def _cuda_mark() -> Mark:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
