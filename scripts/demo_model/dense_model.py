@@ -41,7 +41,7 @@ def operations(config: dict[str, Any], length: int) -> float:
     keys = hidden * (of_keys + rope) + of_keys * heads * (nope + value)
     attention = heads * (nope + rope + value) * length / 2  # half of it is masked
     layer = queries + keys + attention + heads * value * hidden + 3 * hidden * config["intermediate_size"]
-    return 6.0 * (config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
+    return float(6 * (config["num_hidden_layers"] * layer + config["vocab_size"] * hidden))
 
 
 def check_memory(config: dict[str, Any], tokens: int, device: torch.device) -> float:
