@@ -104,6 +104,14 @@ def test_all_in_blocks_is_compared_even_where_no_search_ended(model: Path, corpu
     assert " ".join(both[1].command).count("--pattern ") == 4
 
 
+def test_what_similarity_alone_would_keep_is_compared_as_well(model: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "seed0").mkdir()
+    rows = [{"name": "similarity", "retention": "1/3", "pattern": "FSS"}, {"name": "lazy", "pattern": "FFS"}]
+    (tmp_path / "seed0" / "metrics.json").write_text(json.dumps({"held_out": {"rows": rows}}))
+    found = language_model.patterns(options(model, corpus, tmp_path))
+    assert found["similarity-1of3"] == "FSS" and len(found) == 1 + len(language_model.BLOCKS)
+
+
 def test_what_searches_found_later_is_compared_later(model: Path, corpus: Path, tmp_path: Path) -> None:
     given, folder = options(model, corpus, tmp_path), tmp_path / "eval-1024"
     folder.mkdir()
@@ -161,7 +169,14 @@ def test_a_whole_run(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.C
     for length in (LENGTH, 2 * LENGTH):
         rows = json.loads((tmp_path / f"eval-{length}" / "eval.json").read_text())["held_out"]["rows"]
         names = {row["name"] for row in rows}
-        assert {"seed0-1of2", "seed0-0.37", "algorithm1-1of4", "seed0-2048-tokens-1of8", "all-q16"} <= names
+        assert {
+            "seed0-1of2",
+            "seed0-0.37",
+            "algorithm1-1of4",
+            "similarity-1of2",
+            "seed0-2048-tokens-1of8",
+            "all-q16",
+        } <= names
     assert "exit code 0" in capsys.readouterr().out
     language_model.main(given)
     assert "exit code" not in capsys.readouterr().out

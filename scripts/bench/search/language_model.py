@@ -125,7 +125,7 @@ def _flags(options: argparse.Namespace, named: dict[str, object]) -> list[str]:
 
 
 def patterns(options: argparse.Namespace) -> dict[str, str]:
-    """Return the letters of what the searches that ended have found, and all F in blocks, by name."""
+    """Return by name what the searches that ended have found, similarity's patterns, and all F in blocks."""
     found: dict[str, str] = {}
     for step in searches(options):
         if not step.result.exists():
@@ -136,6 +136,11 @@ def patterns(options: argparse.Namespace) -> dict[str, str]:
             for share in SHARES:
                 letters = PatternFile.load(f"{step.result}@{share}").as_pattern()
                 found[f"{step.name}-{share.replace('/', 'of')}"] = str(letters)
+    figures = options.output / f"seed{options.seeds[0]}" / "metrics.json"
+    if figures.exists():
+        rows = json.loads(figures.read_text())["held_out"]["rows"]
+        similar = [row for row in rows if row["name"] == "similarity"]
+        found |= {f"similarity-{row['retention'].replace('/', 'of')}": row["pattern"] for row in similar}
     layers = describe_model(str(options.model)).num_layers
     for size in BLOCKS:
         found[f"all-q{size}"] = "F" * layers + "".join(f"+{layer}q{size}" for layer in range(layers))

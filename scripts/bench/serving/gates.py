@@ -1,0 +1,161 @@
+"""Serve a model without and with patterns on this CPU, and let each gate say which pattern is broken.
+
+    scripts/run.sh --sglang python -m scripts.bench.serving.gates --model build/model --data build/language/data \
+        --pattern searched=LETTERS --pattern broken=LETTERS --output build/gates
+
+Of each pattern a server logs what clients send, texts and lookups. Then `indexcache-watch` scores these requests again
+on a server without one, `indexcache-eval --max-increase` compares the losses of both on held-out data, and `--harness`
+their answers to lookups. `OUTPUT/gates.json` has the exit codes and what each said. Data are the rows that
+`scripts.bench.search.language_model` writes. A gate that has spoken is not asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from indexcache_search.hf.loading import load_tokenizer
+from scripts.tools.pattern_files import write_pattern
+from sglang_indexcache import Pattern
+from sglang_indexcache.io.atomic import write_atomically
+from tests.live.server import Server, running
+
+PLAIN = (sys.executable, "-m", "sglang.launch_server")
+LOGGED = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json", "--log-requests-target")
+TOKENS = 16  # that a client asks for
+ANSWER = 8  # tokens of a lookup's answer, at most
+SOURCES = ("text", "code", "recall")
+
+
+def rows_of(options: argparse.Namespace, source: str) -> list[dict[str, list[int]]]:
+    """Return the held-out rows of a source."""
+    path = options.data / f"held-out-{source}-{options.length}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompt_of(row: Mapping[str, list[int]]) -> list[int]:
+    """Return what stands before the first answer of a lookup; of text, all but the tokens that a client asks for."""
+    ids = row["input_ids"]
+    return ids[: row["loss_mask"].index(1)] if "loss_mask" in row else ids[:-TOKENS]
+
+
+def traffic(options: argparse.Namespace) -> list[list[int]]:
+    """Return prompts in turns: text, code, a lookup."""
+    each = [[prompt_of(row) for row in rows_of(options, source)[: options.requests]] for source in SOURCES]
+    return [prompt for turn in zip(*each, strict=True) for prompt in turn]
+
+
+def ask(server: Server, prompts: Sequence[Sequence[int]]) -> None:
+    """Send what clients send; the server logs it with its replies."""
+    sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "top_p": 0.95}
+    for prompt in prompts:
+        server.post("/generate", input_ids=list(prompt), sampling_params=sampling)
+
+
+def write_task(options: argparse.Namespace) -> None:
+    """Write a task for lm-eval of lookups with short answers, whose prompts are the same tokens as text."""
+    folder = options.output / "tasks"
+    folder.mkdir(exist_ok=True)
+    tokenizer = load_tokenizer(str(options.model))
+    rows = []
+    for row in rows_of(options, "recall"):
+        prompt, first = prompt_of(row), row["loss_mask"].index(1)
+        last = (row["loss_mask"] + [0]).index(0, first)
+        text, answer = tokenizer.decode(prompt), tokenizer.decode(row["input_ids"][first:last])
+        if last - first <= ANSWER and tokenizer.encode(text, add_special_tokens=False) == prompt:
+            rows.append({"prompt": text, "answer": answer, "tokens": last - first})
+    if len(rows) < options.requests:
+        raise SystemExit(f"{len(rows)} lookups with short answers are the same as text, expected {options.requests}")
+    rows = rows[: options.requests]
+    data = folder / "lookups.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "lookup",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "generation_kwargs": {"max_gen_toks": max(row["tokens"] for row in rows), "until": ["\n\n"]},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "lookup.yaml").write_text(yaml.safe_dump(task))
+
+
+def gates(
+    options: argparse.Namespace, reference: Server, served: Server, name: str
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each gate's name and command."""
+    both = ["--endpoint", reference.url, "--endpoint", served.url]
+    logs, output = options.output / "logs" / name, options.output / name
+    servers = ["--served", served.url, "--reference", reference.url, "--requests", str(logs)]
+    buckets = ",".join(str(options.length // part) for part in (4, 2, 1))
+    watched = [*servers, "--rate", "100", "--buckets", buckets, "--output", str(output / "watch")]
+    yield "watch", [sys.executable, "-m", "indexcache_watch", *watched]
+    evaluate = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
+    held_out = [str(options.data / f"held-out-{source}-{options.length}.jsonl") for source in SOURCES]
+    sources = [word for path in held_out for word in ("--evaluation", path)]
+    sizes = ["--seq-len", str(options.length), "--num-sequences", str(len(SOURCES) * options.requests)]
+    limits = ["--max-increase", str(options.max_increase), "--output", str(output / "eval")]
+    yield "eval", [*evaluate, "--model", str(options.model), *both, *sources, *sizes, *limits]
+    task = f"lookup:include={options.output / 'tasks'},concurrency=1,max_fall=0.1"
+    harness = ["--model", str(options.model), *both, "--harness", task, "--output", str(output / "harness")]
+    yield "harness", [*evaluate, *harness]
+
+
+def main(options: argparse.Namespace) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "gates.json"
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    patterns = dict(item.split("=", 1) for item in options.pattern)
+    left = [name for name in patterns if len(found.get(name, {})) < 3]
+    if not left:
+        return
+    write_task(options)
+    cores = [{"SGLANG_CPU_OMP_THREADS_BIND": core, "SGLANG_DSA_FUSE_TOPK": "0"} for core in "01"]
+    room = ("--max-total-tokens", str(8 * options.length))
+    with running(options.model, options.output / "reference.log", *room, launcher=PLAIN, **cores[0]) as reference:
+        for name in left:
+            file = write_pattern(Pattern.parse(patterns[name]), options.model, options.output / f"{name}.yaml")
+            logs = options.output / "logs" / name
+            flags = (*room, "--indexcache-pattern", str(file), *LOGGED, str(logs))
+            with running(options.model, options.output / f"{name}.log", *flags, **cores[1]) as served:
+                if "watch" not in found.get(name, {}):
+                    ask(served, traffic(options))
+                for gate, command in gates(options, reference, served, name):
+                    if gate in found.setdefault(name, {}):
+                        continue
+                    began = time.monotonic()
+                    done = subprocess.run(command, capture_output=True, text=True)
+                    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+                    found[name][gate] = {"exit_code": done.returncode, "said": said}
+                    write_atomically(path, json.dumps(found, indent=1) + "\n")
+                    print(f"{name}, {gate}: exit code {done.returncode} after {time.monotonic() - began:.0f} s")
+                    print("\n".join(said[-6:]), flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of held-out-SOURCE-LENGTH.jsonl")
+    parser.add_argument("--pattern", action="append", required=True, help="NAME=LETTERS; repeatable")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--requests", type=int, default=12, help="of each source, of clients and of each gate")
+    parser.add_argument("--max-increase", type=float, default=0.1)
+    parser.add_argument("--output", type=Path, default=Path("build/gates"))
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
