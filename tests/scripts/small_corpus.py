@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.demo_model.corpus import SPECIAL_TOKENS
 
@@ -16,6 +16,7 @@ def write_corpus(folder: Path) -> Path:
     """Write it into `folder`, and return that."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=alphabet, show_progress=False
