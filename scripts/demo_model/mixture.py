@@ -27,7 +27,7 @@ WORDS, FEW = 1024, 256  # most frequent words that records are made of, the few 
 # there are, the sooner looking them up is learned (the demo model learned it with 377)
 FIRST_SEED = 1_000_000  # of samples for training; evaluations count from 0
 BLOCK = 8192  # tokens that are read in one go; longer sequences have several
-_PARTS = {"train": 0, "evaluation": 1}
+_PARTS = {"train": 0, "evaluation": 1, "packages": 2}
 
 
 def mixture_of(text: float) -> dict[str, float]:
@@ -87,7 +87,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         corpus: folder that `scripts.demo_model.corpus` wrote.
-        part: `train` or `evaluation`.
+        part: `train`, `evaluation`, or `packages` where the corpus has them apart.
         length: tokens of a sequence; below `SHORTEST` there are no samples of `indexcache_tasks`.
         batch: sequences of a batch.
         seed: batches of other seeds are others.

@@ -32,6 +32,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arrays, rng = dict(np.load(folder / "corpus.npz")), np.random.default_rng(1)
     for place, (part, kind) in enumerate((p, k) for p in ("evaluation", "packages") for k in ("prose", "code")):
         arrays[f"{part}-{kind}"] = rng.integers(10 + 40 * place, 50 + 40 * place, 20_000).astype(np.uint16)
+    for part, first in (("evaluation", 10), ("packages", 170)):  # whole, of which lookups are made of random words
+        arrays[part] = rng.integers(first, first + 30, 40_000).astype(np.uint16)
     np.savez(folder / "corpus.npz", **arrays)
     return folder
 
@@ -69,6 +71,8 @@ def test_rows_of_calibration_and_held_out_are_of_other_documents(model: Path, co
     for source, first in (("text", 10), ("code", 50)):
         assert seen[f"calibration-{source}"] <= {*range(first, first + 40)}
         assert seen[f"held-out-{source}"] <= {*range(first + 80, first + 120)}
+    for use, others in (("calibration", range(170, 200)), ("held-out", range(10, 40))):
+        assert not seen[f"{use}-recall"] & {*others}, "lookups are of the same packages as text and code"
     recall = [language_model.data_file(given, use, "recall", LENGTH).read_text() for use in ("calibration", "held-out")]
     assert not {*recall[0].splitlines()} & {*recall[1].splitlines()}
 

@@ -4,12 +4,12 @@
     python -m scripts.bench.search.language_model --model build/scale/searched/all-layers/model --corpus build/corpus \
         --output build/language --gpus 2 --seconds 600
 
-Searches read documents that were kept from training, prose and code apart, and recall sequences. Patterns are judged
-on packages of which nothing was trained on, other recall sequences and generated tasks. Of each seed one search finds F
-and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at half and
-twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with uniform
-patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each sequence
-counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`).
+Searches read documents that were kept from training, prose and code apart, and recall sequences. Patterns are judged on
+packages of which nothing was trained on, recall sequences made of these, and generated tasks. Of each seed one search
+finds F and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at
+half and twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with
+uniform patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each
+sequence counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`).
 
 Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
 where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
@@ -65,7 +65,7 @@ def write_data(options: argparse.Namespace, length: int) -> None:
                 chosen = np.random.default_rng(seed).permutation(len(windows))[: options.rows]
                 lines = [json.dumps({"input_ids": row}) + "\n" for row in windows[chosen].tolist()]
             else:
-                batches = Batches(options.corpus, "evaluation", length, 4, seed=3 + seed, tasks=0.0, mixture=RECALL)
+                batches = Batches(options.corpus, part, length, 4, seed=3 + seed, tasks=0.0, mixture=RECALL)
                 drawn = (batches[number] for number in range(-(-options.rows // 4)))
                 lines = [line for tokens, kind in drawn for line in row_lines(tokens, kind == ANSWER)]
             write_atomically(path, "".join(lines))
