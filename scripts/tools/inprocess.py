@@ -111,13 +111,18 @@ def own_arguments(model: Path) -> dict[str, Any]:
 
 def load_runner(model: Path) -> Any:
     """Load SGLang's model runner for `model` with all plugins; only once in a process."""
+    given = {**ARGUMENTS, **own_arguments(model), **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
+    return start_runner(model_path=str(model), skip_tokenizer_init=True, **given)
+
+
+def start_runner(**given: Any) -> Any:
+    """Load SGLang's model runner with all plugins, for these arguments of a server; only once in a process."""
     from sglang.benchmark import one_batch
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
-    given = {**ARGUMENTS, **own_arguments(model), **json.loads(os.environ.get("TEST_ARGUMENTS", "{}"))}
-    arguments = ServerArgs(model_path=str(model), skip_tokenizer_init=True, **given)
+    arguments = ServerArgs(**given)
     arguments.resolve_once()
     one_batch._set_envs_and_config(arguments)
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)

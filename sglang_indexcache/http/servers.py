@@ -8,9 +8,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from sglang_indexcache.http.address import Address
 from sglang_indexcache.http.client import ask
-from sglang_indexcache.io.errors import one_line
+from sglang_indexcache.io.errors import PatternError, one_line
 from sglang_indexcache.io.fields import Count
 from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern.indexer_setting import IndexerSetting
 
 
 class Counted(BaseModel):
@@ -44,6 +45,15 @@ class Served(BaseModel):
     indexer_runs: Count | None = None
     indexer_skips: Count | None = None
     decode_passes: Count | None = None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Return whether layers select for blocks of prompt queries.
+
+        Raises:
+            PatternError: if the pattern has what this version does not know.
+        """
+        return any([IndexerSetting.parse(word) for word in (self.pattern or "").split("+")[1:]])
 
     @property
     def since_when(self) -> str:
@@ -104,6 +114,22 @@ class ServedRank(BaseModel):
 
 
 _FORM = TypeAdapter(_ServerInfo)
+
+
+def reads_in_blocks(server: str | Address) -> bool:
+    """Return whether a server says that it selects for blocks of prompt queries.
+
+    Of a prompt it then gives logprobs that see later tokens, but for those of its last `EXACT_ROWS` queries.
+
+    Raises:
+        ServerError: as `ranks`.
+        PatternError: if its pattern has what this version does not know.
+    """
+    found = ranks(server)
+    try:
+        return any([rank.served.in_blocks for rank in found if rank.served is not None])
+    except PatternError as error:
+        raise PatternError(f"{found[0].server}: {error}") from None
 
 
 def ranks(server: str | Address) -> list[ServedRank]:

@@ -135,15 +135,22 @@ def test_names_are_no_markup_and_long_tables_are_several(
 
 
 class Stub(HttpStub):
-    """An OpenAI-compatible server: token t has logprob -t / 100 / `factor`; it answers every question with `says`."""
+    """An OpenAI-compatible server: token t has logprob -t / 100 / `factor`; it answers every question with `says`.
 
-    def __init__(self, factor: float, says: str, logprobs: bool = True) -> None:
+    With `serves` it is SGLang's with this pattern.
+    """
+
+    def __init__(self, factor: float, says: str, logprobs: bool = True, serves: str | None = None) -> None:
         stub = self
         self.asked: list[dict[str, Any]] = []
 
         class Handler(Answering):
             def get(self) -> None:
-                self.reply({"data": [{"id": "stub"}]})
+                if self.path == "/server_info" and serves is not None:
+                    state = {"indexcache": {"fingerprint": "a" * 64, "pattern": serves}}
+                    self.reply({"internal_states": [{}, state]})
+                else:
+                    self.reply({"data": [{"id": "stub"}]})
 
             def post(self, body: Any) -> None:
                 stub.asked.append(body)
@@ -186,6 +193,43 @@ def test_servers_are_compared(stubs: list[Stub], tmp_path: Path) -> None:
     questions = [body for body in stubs[1].asked if not body.get("echo")]
     assert len(questions) == 2 and all(body["temperature"] == 0 for body in questions)
     assert all(len(body["prompt"]) < 512 <= len(body["prompt"]) + body["max_tokens"] for body in questions)
+
+
+@pytest.mark.parametrize(("serves", "counted"), [("FSFS+0q4+2q16", 128), ("FSFS", 1024)])
+def test_of_servers_that_select_in_blocks_what_they_read_one_by_one_counts(
+    serves: str, counted: int, stubs: list[Stub], tmp_path: Path
+) -> None:
+    """They read whole sequences as prompts, whose tokens see later ones but for the last 128."""
+    stubs += [Stub(1.0, "whatever"), Stub(0.5, "whatever", serves=serves)]
+    urls = [option for stub in stubs for option in ("--endpoint", stub.url)]
+    data = ["--evaluation", "demo:text", "--num-sequences", "2", "--seq-len", "1024"]
+    result = run(*urls, *data, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    said = "selects for blocks of queries: the last 128 tokens of a sequence count (--reply 128)"
+    assert (said in " ".join(result.stderr.split())) == (counted == 128)
+    found = json.loads((tmp_path / "eval.json").read_text())["held_out"]["rows"]
+    tokens = [row["by_source"]["demo:text"]["loss"]["mean"] for row in found]
+    sequences = [body["prompt"] for body in stubs[1].asked if "prompt" in body]
+    assert len(sequences) == 2
+    first = max(1024 - counted, 64) + 1  # index_topk of the demo
+    means = [sum(sequence[first:]) / 100 / len(sequence[first:]) for sequence in sequences]
+    assert tokens == [pytest.approx(sum(means) / 2), pytest.approx(sum(means))]
+
+
+def test_more_of_a_server_that_selects_in_blocks_can_not_count(stubs: list[Stub], tmp_path: Path) -> None:
+    stubs += [Stub(1.0, "", serves="FSFS+2q2"), Stub(1.0, "")]
+    urls = [option for stub in stubs for option in ("--endpoint", stub.url)]
+    data = ["--evaluation", "demo:text", "--num-sequences", "2", "--seq-len", "512"]
+    result = run(*urls, *data, "--reply", "129", "--output", str(tmp_path))
+    assert result.exit_code == 2 and not stubs[1].asked, result.output
+    said = " ".join(result.stderr.split())
+    assert (
+        "--reply is 129" in said and f"{stubs[0].url} selects for blocks of queries" in said and "at most 128" in said
+    )
+    assert run(*urls, *data, "--reply", "100", "--output", str(tmp_path)).exit_code == 0
+    stubs += [Stub(1.0, "", serves="FSFS+2z9")]  # a later version's
+    result = run(*urls, "--endpoint", stubs[2].url, *data, "--output", str(tmp_path))
+    assert result.exit_code == 2 and stubs[2].url in result.stderr
 
 
 def test_a_server_that_says_the_right_thing_scores(stubs: list[Stub], tmp_path: Path, tokenizer: Any) -> None:

@@ -23,6 +23,7 @@ from indexcache_watch.record import FILE, Record, Scored
 from indexcache_watch.requests import Request, RequestLog
 from indexcache_watch.scores import RefusedError, loss
 from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.servers import reads_in_blocks
 
 COMMAND = "indexcache-watch"
 POLL_SECONDS = 5.0  # between looks at a log that is followed
@@ -85,6 +86,7 @@ class Watch:
         self.skipped: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()  # of these, those that the log has counted
         self._options, self._record, self._identity, self._console = options, record, identity, console
+        self._in_blocks = reads_in_blocks(options.served)  # and goes on to, for as long as its pattern stays
         self._seen, self._next = {scored.request for scored in record.scored}, 0.0
         self._origins: dict[str, bool] = {}  # whether the line that counts has one written token
         self._log, self._left_out = RequestLog(options.requests, options.skip_bad), list[Path]()
@@ -170,7 +172,8 @@ class Watch:
 
     def _losses(self, request: Request) -> tuple[float, float]:
         """Return the losses on both servers, which serve after them what they served before."""
-        found = loss(self._options.served, request), loss(self._options.reference, request)
+        served = loss(self._options.served, request, self._in_blocks)
+        found = served, loss(self._options.reference, request)
         self._check()
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -41,6 +42,25 @@ def test_a_pattern_that_loses_nothing_passes(pair: tuple[Stub, Stub], log: Path)
         assert len(stub.asked) == 40 and stub.asked[0]["input_ids"] == [0, 1, 2, 3, 4]
         assert {body["logprob_start_len"] for body in stub.asked} == {2}  # the prompt's own losses are not computed
         assert not any(body["log_metrics"] for body in stub.asked)
+
+
+def test_of_a_server_that_selects_in_blocks_replies_are_read_in_pieces_that_do_not(
+    pair: tuple[Stub, Stub], tmp_path: Path
+) -> None:
+    """Its prompts' tokens see later ones, and their loss is another than that of written ones."""
+    log = tmp_path / "log" / "host_0.log"
+    log.parent.mkdir()
+    log.write_text(finished([7] * 100, [8] * 300) + finished([9, 9], [9] * 4))
+    pair[0].pattern = "FSFS+0q4+2q16"
+    assert watch(pair, log).exit_code == 0
+    asked = [(len(body["input_ids"]), body["logprob_start_len"]) for body in pair[0].asked]
+    assert asked == [(227, 99), (354, 226), (400, 353), (6, 1)]
+    assert [len(body["input_ids"]) for body in pair[1].asked] == [400, 6], "the reference selects for each query"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "watch.jsonl").read_text().splitlines()[1:]]
+    assert [(row["tokens"], row["served"], row["reference"]) for row in rows] == [(300, 300.0, 300.0), (4, 4.0, 4.0)]
+    pair[0].pattern = "FSFS+0z4"
+    result = watch(pair, log, "--restart")
+    assert result.exit_code == 2 and pair[0].url in result.stderr and "expected a layer with q" in result.stderr
 
 
 def test_a_pattern_that_loses_too_much_ends_with_one_line(pair: tuple[Stub, Stub], log: Path) -> None:

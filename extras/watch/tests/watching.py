@@ -29,6 +29,7 @@ class Stub(HttpStub):
         self.asked: list[dict[str, Any]] = []
         self.fingerprint, self.proven, self.loss = fingerprint, True, loss
         self.selection: dict[str, int] | None = None
+        self.pattern = "FSFS"
         self.model, self.failing = "glm5", ("GET", "POST")
         self.failures: list[int | None] = []  # codes of the next answers that are none; `None` is no answer at all
 
@@ -36,7 +37,8 @@ class Stub(HttpStub):
             def get(self) -> None:
                 if self.fails("GET"):
                     return
-                state = {"fingerprint": stub.fingerprint, "proven": stub.proven, "selection": stub.selection}
+                state: dict[str, Any] = {"fingerprint": stub.fingerprint, "proven": stub.proven}
+                state |= {"selection": stub.selection, "pattern": stub.pattern}
                 states = [{"indexcache": state if stub.fingerprint else None}]
                 self.reply({"internal_states": states, "model_path": stub.model})
 

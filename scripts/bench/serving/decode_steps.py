@@ -16,7 +16,7 @@ from indexcache_dense.reuse import NO_MEMORY
 from indexcache_dense.selection import selection_in
 from scripts.bench.shapes import parse_cells
 from scripts.bench.timing import host_ms, median_ms
-from scripts.tools.inprocess import new_batch, new_request
+from scripts.tools.inprocess import new_batch, new_request, start_runner
 from sglang_indexcache import Pattern, PatternFile
 
 CHECKED = (700, 300, 127, 128, 129, 5, 1)  # prompt lengths around the 128 tokens that `delta --check` selects
@@ -48,13 +48,9 @@ def share_weights(layers: Any) -> None:
 
 
 def load_runner(model: Path, arguments: dict[str, Any], one_layer: bool = False) -> Any:
-    """Load SGLang's model runner with all plugins (0.5.17's way to load one alone)."""
-    from sglang.benchmark import one_batch
+    """Load SGLang's model runner with all plugins; with `one_layer` all layers have the weights of the first."""
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import PortArgs, ServerArgs
 
-    load_plugins()
     if one_layer:
         load = ModelRunner.load_model
 
@@ -63,23 +59,18 @@ def load_runner(model: Path, arguments: dict[str, Any], one_layer: bool = False)
             share_weights(runner.model.model.layers)
 
         ModelRunner.load_model = load_shared
-    given = ServerArgs(
-        model_path=str(model),
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        disable_radix_cache=True,
-        page_size=16,
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        mm_feature_transport="cpu",
-        cuda_graph_backend_prefill="disabled",
-        random_seed=0,
-        **arguments,
-    )
-    one_batch._set_envs_and_config(given)
-    one_batch.get_tokenizer = lambda *_, **__: None
-    wrapper, _ = one_batch.load_model(given, PortArgs.init_new(given), 0, 0)
-    return wrapper.torch_runner
+    common = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "page_size": 16,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "mm_feature_transport": "cpu",
+        "cuda_graph_backend_prefill": "disabled",
+        "random_seed": 0,
+    }
+    return start_runner(model_path=str(model), **common, **arguments)
 
 
 class Decoding:
@@ -97,7 +88,7 @@ class Decoding:
         for number, ids in enumerate(prompts):
             request = new_request(number, ids, 64)
             request.logprob_start_len = -1
-            request.set_extend_range(0, len(ids))
+            request.extend_end = len(ids)
             requests.append(request)
         self._batch = new_batch(runner, requests)
         if prefill:

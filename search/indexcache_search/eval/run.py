@@ -30,7 +30,11 @@ from indexcache_search.results.schema import ComparisonResult, SpeedRow
 from indexcache_search.results.variant import Variant
 from indexcache_search.workdir.outputs import Outputs, outputs
 from sglang_indexcache import ModelLayers
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.client import ServerError
+from sglang_indexcache.http.servers import reads_in_blocks
 from sglang_indexcache.io.errors import IndexCacheError
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 from sglang_indexcache.pattern_file.pattern_name import PatternSpec, split_name
 
 
@@ -91,7 +95,7 @@ def _begun(job: ComparisonJob) -> _Begun | None:
             estimates = found.estimates(description, speed, partial(warn, console))
         elif not data.only_shown:
             found.check(candidates.endpoints, speed)
-    data = _with_reply(data, lines, seq_len, console)
+    data = _with_reply(data, lines, seq_len, job)
     reader = TokenReader(lambda: load_tokenizer(job.model), config.vocab_size, seq_len, description.dense, data.rows)
     built = held_out.build(reader, description, data, seq_len, candidates.calibrated_on(specs))
     if data.only_shown:
@@ -164,13 +168,35 @@ def _warn_of_whole(lines: Sequence[Variant], seq_len: int, console: Console) -> 
         warn(console, f"selections of {sizes} tokens hold whole sequences of {seq_len}: expected a larger --seq-len")
 
 
-def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, console: Console) -> ComparisonData:
-    """Return `data` with a reply, a quarter of each sequence as in a search, if a pattern needs one and has none."""
-    blocks = any(line.letters is not None and line.letters.indexers for line in lines)
-    if not blocks or data.reply is not None:
+def _in_blocks(address: Address) -> bool:
+    try:
+        return reads_in_blocks(address.without("/v1"))
+    except ServerError:  # another program's; who needs it to answer says so
+        return False
+
+
+def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, job: ComparisonJob) -> ComparisonData:
+    """Return `data` with a reply, if a pattern or a server needs one and has none: a quarter of each sequence.
+
+    Of servers that select in blocks it is no more than what they read query by query of a prompt.
+
+    Raises:
+        SearchError: if the reply of such a server is longer than that.
+    """
+    blocks = [line.name for line in lines if line.letters is not None and line.letters.indexers]
+    servers = [address.label for address in job.candidates.endpoints if _in_blocks(address)]
+    most = EXACT_ROWS if servers else seq_len
+    if data.reply is not None and data.reply > most:
+        raise SearchError(
+            f"--reply is {data.reply}, but {servers[0]} selects for blocks of queries in all but the last {most} tokens"
+            f" that it reads; expected at most {most}"
+        )
+    if data.reply is not None or not (blocks or servers):
         return data
-    reply = default_reply(seq_len)
-    warn(console, f"layers select for blocks of queries: the last {reply} tokens of a sequence count (--reply {reply})")
+    reply = min(default_reply(seq_len), most)
+    who = f"{servers[0]} selects" if servers else "layers select"
+    counted = f"the last {reply} tokens of a sequence count (--reply {reply})"
+    warn(job.console, f"{who} for blocks of queries: {counted}")
     return replace(data, reply=reply)
 
 
