@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("sglang")
@@ -16,8 +17,12 @@ from typer.testing import CliRunner
 from indexcache_search import demo
 from indexcache_search.hf.loading import load_tokenizer
 from indexcache_watch.cli import app
+from indexcache_watch.requests import Request
+from indexcache_watch.scores import loss
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
+from sglang_indexcache.http.address import Address
+from sglang_indexcache.http.servers import reads_in_blocks
 from tests.live.server import Server, running
 
 pytestmark = pytest.mark.sglang
@@ -86,3 +91,22 @@ def test_a_watch_tells_a_pattern_that_finds_nothing_from_one_that_does(tmp_path:
     assert "requests of 257-512 tokens: loss changes by -" in line  # likelier to the server that wrote it
     assert len(changes["broken"]) <= 36 and min(changes["broken"]) < -1.0
     assert same.exit_code == 2 and "are the same server" in same.stderr
+
+
+def test_in_blocks_a_reply_is_scored_as_it_was_written(tmp_path: Path) -> None:
+    """In pieces, as the watch reads it, its tokens have the logprobs that they were written with; at once, others."""
+    pattern = Pattern.parse("F" * 16 + "".join(f"+{layer}q16" for layer in range(16)))
+    file = write_pattern(pattern, demo.MODEL, tmp_path / "blocks.yaml")
+    prompt, written = lookups(1)[0], 200
+    with running(demo.MODEL, tmp_path / "log", "--indexcache-pattern", str(file)) as server:
+        sampling = {"max_new_tokens": written, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
+        answer = server.post(
+            "/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True, logprob_start_len=-1
+        )
+        assert reads_in_blocks(server.url)
+        tokens = np.array([*prompt, *answer["output_ids"]])
+        request = Request("here", tokens, np.arange(len(tokens)) >= len(prompt))
+        whole, pieces = (loss(Address.of(server.url), request, in_blocks) for in_blocks in (False, True))
+    while_written = -sum(entry[0] for entry in answer["meta_info"]["output_token_logprobs"])
+    print(f"written {while_written:.4f}, in pieces {pieces:.4f}, at once {whole:.4f}")
+    assert pieces == pytest.approx(while_written, abs=0.01) and abs(whole - while_written) > 1
