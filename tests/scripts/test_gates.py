@@ -18,25 +18,26 @@ from tests.live.server import Server
 from tests.scripts.small_corpus import VOCAB, write_corpus
 
 LENGTH = 128
+SOURCES = ("text", "code")
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> argparse.Namespace:
-    """Two rows of text and code each; three lookups, of which one has a long answer and one is no text's tokens."""
+    """Two rows of text and code each; of four lookups the first two end in a short answer and are the same as text."""
     write_corpus(tmp_path)
     config = tiny_config(layers=3, vocab_size=VOCAB, index_topk=16)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(tmp_path))
     plain = tokenizer.encode("the code of the third note about them is what they say. " * 20, add_special_tokens=False)
-    lookups = []
     letters = [number for letter in "the code " * 20 for number in tokenizer.encode(letter, add_special_tokens=False)]
-    for answer, ids in ((2, plain), (20, plain), (2, letters)):
-        mask = [0] * (LENGTH - 30) + [1] * answer + [0] * (30 - answer)
-        lookups.append({"input_ids": ids[:LENGTH], "loss_mask": mask})
-    rows: dict[str, list[Any]] = {
-        name: [{"input_ids": [number] * LENGTH} for number in (1, 2)] for name in ("text", "code")
-    }
-    rows["recall"] = lookups
+    masks = [[0] * LENGTH for _ in range(4)]
+    masks[0][5:7] = masks[0][-20:-18] = [1, 1]  # the last answer counts
+    masks[1][-2:] = [1, 1]
+    masks[2][-20:] = [1] * 20
+    masks[3][-9:-7] = [1, 1]
+    rows: dict[str, list[Any]] = {name: [{"input_ids": [number] * LENGTH} for number in (1, 2)] for name in SOURCES}
+    ids = [plain[:LENGTH], plain[:LENGTH], plain[:LENGTH], letters[:LENGTH]]
+    rows["recall"] = [{"input_ids": row, "loss_mask": mask} for row, mask in zip(ids, masks, strict=True)]
     for name, written in rows.items():
         lines = "".join(json.dumps(row) + "\n" for row in written)
         (tmp_path / f"held-out-{name}-{LENGTH}.jsonl").write_text(lines)
@@ -49,24 +50,29 @@ def options(tmp_path: Path) -> argparse.Namespace:
 def test_clients_ask_for_each_source_in_turns(options: argparse.Namespace) -> None:
     prompts = gates.traffic(options)
     assert len(prompts) == 6 and prompts[0] == prompts[1] == [1] * (LENGTH - gates.TOKENS)
-    assert len(prompts[2]) == LENGTH - 30, "up to the answer"
+    assert [len(prompts[at]) for at in (2, 5)] == [LENGTH - 20, LENGTH - 2], "up to the last answer"
 
 
-def test_lm_eval_gets_lookups_whose_answers_are_short_and_whose_text_is_the_same(options: argparse.Namespace) -> None:
-    with pytest.raises(SystemExit, match="1 lookups with short answers are the same as text, expected 2"):
-        gates.write_task(options)
-    options.requests = 1
+def test_lookups_end_in_short_answers_and_are_the_same_as_text(options: argparse.Namespace) -> None:
+    options.requests = 3
+    with pytest.raises(SystemExit, match="2 lookups end in a short answer and are the same as text, not 3"):
+        gates.lookups(options)
+    options.requests = 2
     gates.write_task(options)
-    [row] = map(json.loads, (options.output / "tasks" / "lookups.jsonl").read_text().splitlines())
-    assert row["tokens"] == 2 and row["prompt"].startswith("the code of the third note")
+    rows = [*map(json.loads, (options.output / "tasks" / "lookups.jsonl").read_text().splitlines())]
+    assert [row["tokens"] for row in rows] == [2, 2] and rows[0]["prompt"].startswith("the code of the third note")
     task = yaml.safe_load((options.output / "tasks" / "lookup.yaml").read_text())
     assert task["generation_kwargs"]["max_gen_toks"] == 2
+    counted = [json.loads(line)["loss_mask"] for line in gates.held_out(options)[-1].read_text().splitlines()]
+    assert [mask.index(1) for mask in counted] == [LENGTH - 20, LENGTH - 2], "what servers read query by query"
+    early = {"input_ids": [0] * 300, "loss_mask": [*[0] * 171, 1, *[0] * 128]}
+    late = {"input_ids": [0] * 300, "loss_mask": [*[0] * 173, 1, *[0] * 126]}
+    assert gates.Lookup.of(early) is None and gates.Lookup.of(late) is not None
 
 
 def test_a_gate_that_has_spoken_is_not_asked_again(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    options.requests = 1
     server, asked = Server("http://127.0.0.1:1", tmp_path / "log"), list[str]()
     monkeypatch.setattr(gates, "running", lambda *words, **more: nullcontext(server))
     monkeypatch.setattr(gates, "ask", lambda server, prompts: asked.append("clients"))

@@ -5,8 +5,9 @@
 
 Of each pattern a server logs what clients send, texts and lookups. Then `indexcache-watch` scores these requests again
 on a server without one, `indexcache-eval --max-increase` compares the losses of both on held-out data, and `--harness`
-their answers to lookups. `OUTPUT/gates.json` has the exit codes and what each said. Data are the rows that
-`scripts.bench.search.language_model` writes. A gate that has spoken is not asked again.
+their answers to lookups, which stand at the end, so that servers with blocks can be compared. `OUTPUT/gates.json` has
+the exit codes and what each said. Data are the rows that `scripts.bench.search.language_model` writes. A gate that has
+spoken is not asked again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,30 @@ from indexcache_search.hf.loading import load_tokenizer
 from scripts.tools.pattern_files import write_pattern
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 from tests.live.server import Server, running
 
 PLAIN = (sys.executable, "-m", "sglang.launch_server")
 LOGGED = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json", "--log-requests-target")
-TOKENS = 16  # that a client asks for
-ANSWER = 8  # tokens of a lookup's answer, at most
+TOKENS = 8  # that a client asks for, and of a lookup's answer at most
 SOURCES = ("text", "code", "recall")
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A row that ends in an answer, which its prompt asks for."""
+
+    ids: list[int]
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, list[int]]) -> Lookup | None:
+        """Take the last answer of a row; `None` if it is long, or begins before what servers read query by query."""
+        mask = row["loss_mask"]
+        last = len(mask) - mask[::-1].index(1)
+        first = next(at for at in range(last, -1, -1) if not mask[at - 1])
+        return cls(row["input_ids"], first, last) if last - first <= TOKENS and first > len(mask) - EXACT_ROWS else None
 
 
 def rows_of(options: argparse.Namespace, source: str) -> list[dict[str, list[int]]]:
@@ -41,16 +60,38 @@ def rows_of(options: argparse.Namespace, source: str) -> list[dict[str, list[int
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def prompt_of(row: Mapping[str, list[int]]) -> list[int]:
-    """Return what stands before the first answer of a lookup; of text, all but the tokens that a client asks for."""
-    ids = row["input_ids"]
-    return ids[: row["loss_mask"].index(1)] if "loss_mask" in row else ids[:-TOKENS]
+def lookups(options: argparse.Namespace) -> list[Lookup]:
+    """Return as many lookups as are requested, whose prompts are the same tokens when they are written as text.
+
+    Raises:
+        SystemExit: if there are fewer.
+    """
+    tokenizer, found = load_tokenizer(str(options.model)), []
+    for lookup in filter(None, map(Lookup.of, rows_of(options, "recall"))):
+        prompt = lookup.ids[: lookup.first]
+        if tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False) == prompt:
+            found.append(lookup)
+    if len(found) < options.requests:
+        raise SystemExit(f"{len(found)} lookups end in a short answer and are the same as text, not {options.requests}")
+    return found[: options.requests]
+
+
+def held_out(options: argparse.Namespace) -> list[Path]:
+    """Return the files of the comparison: text and code as they are, and of lookups those that clients ask."""
+    path = options.output / f"lookups-{options.length}.jsonl"
+    rows = []
+    for item in lookups(options):
+        mask = [int(item.first <= at < item.last) for at in range(len(item.ids))]
+        rows.append(json.dumps({"input_ids": item.ids, "loss_mask": mask}) + "\n")
+    path.write_text("".join(rows))
+    return [options.data / f"held-out-{source}-{options.length}.jsonl" for source in SOURCES[:-1]] + [path]
 
 
 def traffic(options: argparse.Namespace) -> list[list[int]]:
     """Return prompts in turns: text, code, a lookup."""
-    each = [[prompt_of(row) for row in rows_of(options, source)[: options.requests]] for source in SOURCES]
-    return [prompt for turn in zip(*each, strict=True) for prompt in turn]
+    texts = [[row["input_ids"][:-TOKENS] for row in rows_of(options, source)] for source in SOURCES[:-1]]
+    asked = [item.ids[: item.first] for item in lookups(options)]
+    return [prompt for turn in zip(*texts, asked, strict=False) for prompt in turn]
 
 
 def ask(server: Server, prompts: Sequence[Sequence[int]]) -> None:
@@ -61,20 +102,14 @@ def ask(server: Server, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def write_task(options: argparse.Namespace) -> None:
-    """Write a task for lm-eval of lookups with short answers, whose prompts are the same tokens as text."""
+    """Write a task for lm-eval, of the same lookups."""
     folder = options.output / "tasks"
     folder.mkdir(exist_ok=True)
     tokenizer = load_tokenizer(str(options.model))
     rows = []
-    for row in rows_of(options, "recall"):
-        prompt, first = prompt_of(row), row["loss_mask"].index(1)
-        last = (row["loss_mask"] + [0]).index(0, first)
-        text, answer = tokenizer.decode(prompt), tokenizer.decode(row["input_ids"][first:last])
-        if last - first <= ANSWER and tokenizer.encode(text, add_special_tokens=False) == prompt:
-            rows.append({"prompt": text, "answer": answer, "tokens": last - first})
-    if len(rows) < options.requests:
-        raise SystemExit(f"{len(rows)} lookups with short answers are the same as text, expected {options.requests}")
-    rows = rows[: options.requests]
+    for item in lookups(options):
+        text, answer = (tokenizer.decode(part) for part in (item.ids[: item.first], item.ids[item.first : item.last]))
+        rows.append({"prompt": text, "answer": answer, "tokens": item.last - item.first})
     data = folder / "lookups.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
@@ -103,8 +138,7 @@ def gates(
     watched = [*servers, "--rate", "100", "--buckets", buckets, "--output", str(output / "watch")]
     yield "watch", [sys.executable, "-m", "indexcache_watch", *watched]
     evaluate = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
-    held_out = [str(options.data / f"held-out-{source}-{options.length}.jsonl") for source in SOURCES]
-    sources = [word for path in held_out for word in ("--evaluation", path)]
+    sources = [word for path in held_out(options) for word in ("--evaluation", str(path))]
     sizes = ["--seq-len", str(options.length), "--num-sequences", str(len(SOURCES) * options.requests)]
     limits = ["--max-increase", str(options.max_increase), "--output", str(output / "eval")]
     yield "eval", [*evaluate, "--model", str(options.model), *both, *sources, *sizes, *limits]
