@@ -13,8 +13,8 @@ import yaml
 
 from indexcache_search.hf.loading import load_tokenizer
 from scripts.bench.serving import gates
+from scripts.bench.serving.http_servers import Server
 from tests.conftest import tiny_config
-from tests.live.server import Server
 from tests.scripts.small_corpus import VOCAB, write_corpus
 
 LENGTH = 128
@@ -47,7 +47,14 @@ def options(tmp_path: Path) -> argparse.Namespace:
     return made
 
 
-def test_clients_ask_for_each_source_in_turns(options: argparse.Namespace) -> None:
+def test_clients_ask_for_each_source_in_turns(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    options.requests = 1
+    with pytest.raises(SystemExit, match="2 lookups end in a short answer and are the same as text, not 3"):
+        gates.traffic(options)
+    monkeypatch.setattr(gates, "LOOKED_UP", 2)
+    assert [len(prompt) for prompt in gates.traffic(options)] == [120, 120, LENGTH - 20, LENGTH - 2]
+    monkeypatch.setattr(gates, "LOOKED_UP", 1)
+    options.requests = 2
     prompts = gates.traffic(options)
     assert len(prompts) == 6 and prompts[0] == prompts[1] == [1] * (LENGTH - gates.TOKENS)
     assert [len(prompts[at]) for at in (2, 5)] == [LENGTH - 20, LENGTH - 2], "up to the last answer"
@@ -71,10 +78,11 @@ def test_lookups_end_in_short_answers_and_are_the_same_as_text(options: argparse
 
 
 def test_a_gate_that_has_spoken_is_not_asked_again(
-    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, asked = Server("http://127.0.0.1:1", tmp_path / "log"), list[str]()
-    monkeypatch.setattr(gates, "running", lambda *words, **more: nullcontext(server))
+    server, asked = Server("stub", "http://127.0.0.1:1"), list[str]()
+    monkeypatch.setattr(gates, "serving", lambda *words: nullcontext(server))
+    monkeypatch.setattr(gates, "LOOKED_UP", 1)
     monkeypatch.setattr(gates, "ask", lambda server, prompts: asked.append("clients"))
 
     def ran(command: list[str], **more: Any) -> Any:

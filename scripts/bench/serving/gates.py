@@ -18,23 +18,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import yaml
 
 from indexcache_search.hf.loading import load_tokenizer
-from scripts.tools.pattern_files import write_pattern
-from sglang_indexcache import Pattern
+from scripts.bench.serving.conditions import Condition, ports
+from scripts.bench.serving.engines import Limit
+from scripts.bench.serving.http_servers import Server
+from scripts.tools.inprocess import ARGUMENTS, ENVIRONMENT
 from sglang_indexcache.io.atomic import write_atomically
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
-from tests.live.server import Server, running
 
-PLAIN = (sys.executable, "-m", "sglang.launch_server")
-LOGGED = ("--log-requests", "--log-requests-level", "3", "--log-requests-format", "json", "--log-requests-target")
+LOGGED = {"log_requests": True, "log_requests_level": 3, "log_requests_format": "json"}
+SECONDS = 600.0  # until a server is up, or has answered
 TOKENS = 8  # that a client asks for, and of a lookup's answer at most
 SOURCES = ("text", "code", "recall")
+LOOKED_UP = 3  # lookups that clients ask for each text
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def rows_of(options: argparse.Namespace, source: str) -> list[dict[str, list[int
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def lookups(options: argparse.Namespace) -> list[Lookup]:
-    """Return as many lookups as are requested, whose prompts are the same tokens when they are written as text.
+def lookups(options: argparse.Namespace, times: int = 1) -> list[Lookup]:
+    """Return `times` as many lookups as are requested, whose prompts are the same tokens when they are written as text.
 
     Raises:
         SystemExit: if there are fewer.
@@ -71,9 +75,10 @@ def lookups(options: argparse.Namespace) -> list[Lookup]:
         prompt = lookup.ids[: lookup.first]
         if tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False) == prompt:
             found.append(lookup)
-    if len(found) < options.requests:
-        raise SystemExit(f"{len(found)} lookups end in a short answer and are the same as text, not {options.requests}")
-    return found[: options.requests]
+    if len(found) < times * options.requests:
+        expected = times * options.requests
+        raise SystemExit(f"{len(found)} lookups end in a short answer and are the same as text, not {expected}")
+    return found[: times * options.requests]
 
 
 def held_out(options: argparse.Namespace) -> list[Path]:
@@ -88,17 +93,33 @@ def held_out(options: argparse.Namespace) -> list[Path]:
 
 
 def traffic(options: argparse.Namespace) -> list[list[int]]:
-    """Return prompts in turns: text, code, a lookup."""
+    """Return prompts in turns: text, code, and `LOOKED_UP` lookups."""
     texts = [[row["input_ids"][:-TOKENS] for row in rows_of(options, source)] for source in SOURCES[:-1]]
-    asked = [item.ids[: item.first] for item in lookups(options)]
-    return [prompt for turn in zip(*texts, asked, strict=False) for prompt in turn]
+    asked = [item.ids[: item.first] for item in lookups(options, LOOKED_UP)]
+    turns = zip(*texts, *(asked[first::LOOKED_UP] for first in range(LOOKED_UP)), strict=False)
+    return [prompt for turn in turns for prompt in turn]
 
 
 def ask(server: Server, prompts: Sequence[Sequence[int]]) -> None:
     """Send what clients send; the server logs it with its replies."""
     sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "top_p": 0.95}
     for prompt in prompts:
-        server.post("/generate", input_ids=list(prompt), sampling_params=sampling)
+        body = json.dumps({"input_ids": list(prompt), "sampling_params": sampling}).encode()
+        request = Request(f"{server.url}/generate", body, {"content-type": "application/json"})  # noqa: S310
+        with urlopen(request, timeout=SECONDS) as answer:  # noqa: S310
+            json.load(answer)
+
+
+@contextmanager
+def serving(options: argparse.Namespace, condition: Condition, places: Iterator[dict[str, int]]) -> Iterator[Server]:
+    """Serve under a condition until the block ends."""
+    common = {**ARGUMENTS, "max_total_tokens": 8 * options.length, "sleep_on_idle": True}
+    server = Server.start(condition, common, options.model, next(places), options.output / f"{condition.name}.log")
+    try:
+        server.wait(SECONDS, Limit())
+        yield server
+    finally:
+        server.end()
 
 
 def write_task(options: argparse.Namespace) -> None:
@@ -156,14 +177,13 @@ def main(options: argparse.Namespace) -> None:
     if not left:
         return
     write_task(options)
-    cores = [{"SGLANG_CPU_OMP_THREADS_BIND": core, "SGLANG_DSA_FUSE_TOPK": "0"} for core in "01"]
-    room = ("--max-total-tokens", str(8 * options.length))
-    with running(options.model, options.output / "reference.log", *room, launcher=PLAIN, **cores[0]) as reference:
+    places = ports()
+    own = [{**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": core, "SGLANG_DSA_FUSE_TOPK": "0"} for core in "01"]
+    with serving(options, Condition("reference", None, {"env": own[0]}), places) as reference:
         for name in left:
-            file = write_pattern(Pattern.parse(patterns[name]), options.model, options.output / f"{name}.yaml")
-            logs = options.output / "logs" / name
-            flags = (*room, "--indexcache-pattern", str(file), *LOGGED, str(logs))
-            with running(options.model, options.output / f"{name}.log", *flags, **cores[1]) as served:
+            logs = {**LOGGED, "log_requests_target": str(options.output / "logs" / name)}
+            condition = replace(Condition.parse(f"{name}={patterns[name]}"), arguments={"env": own[1], **logs})
+            with serving(options, condition, places) as served:
                 if "watch" not in found.get(name, {}):
                     ask(served, traffic(options))
                 for gate, command in gates(options, reference, served, name):
