@@ -177,7 +177,7 @@ def main(options: argparse.Namespace) -> None:
     if not left:
         return
     write_task(options)
-    places = ports()
+    prompts, places = traffic(options), ports()
     own = [{**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": core, "SGLANG_DSA_FUSE_TOPK": "0"} for core in "01"]
     with serving(options, Condition("reference", None, {"env": own[0]}), places) as reference:
         for name in left:
@@ -185,7 +185,7 @@ def main(options: argparse.Namespace) -> None:
             condition = replace(Condition.parse(f"{name}={patterns[name]}"), arguments={"env": own[1], **logs})
             with serving(options, condition, places) as served:
                 if "watch" not in found.get(name, {}):
-                    ask(served, traffic(options))
+                    ask(served, prompts)
                 for gate, command in gates(options, reference, served, name):
                     if gate in found.setdefault(name, {}):
                         continue
