@@ -17,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,14 +124,18 @@ def serving(options: argparse.Namespace, condition: Condition, places: Iterator[
 
 
 def write_task(options: argparse.Namespace) -> None:
-    """Write a task for lm-eval, of the same lookups."""
+    """Write a task for lm-eval, of lookups whose answers have as many tokens as most."""
     folder = options.output / "tasks"
     folder.mkdir(exist_ok=True)
     tokenizer = load_tokenizer(str(options.model))
+    asked = lookups(options, LOOKED_UP)
+    tokens = Counter(item.last - item.first for item in asked).most_common(1)[0][0]  # all that is generated must match
     rows = []
-    for item in lookups(options):
+    for item in asked:
         text, answer = (tokenizer.decode(part) for part in (item.ids[: item.first], item.ids[item.first : item.last]))
-        rows.append({"prompt": text, "answer": answer, "tokens": item.last - item.first})
+        if item.last - item.first == tokens:
+            rows.append({"prompt": text, "answer": answer})
+    rows = rows[: options.requests]
     data = folder / "lookups.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
@@ -142,7 +147,7 @@ def write_task(options: argparse.Namespace) -> None:
         "doc_to_text": "{{prompt}}",
         "doc_to_target": "{{answer}}",
         "target_delimiter": "",
-        "generation_kwargs": {"max_gen_toks": max(row["tokens"] for row in rows), "until": ["\n\n"]},
+        "generation_kwargs": {"max_gen_toks": tokens, "until": ["\n\n"]},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     (folder / "lookup.yaml").write_text(yaml.safe_dump(task))
