@@ -227,6 +227,11 @@ def test_more_of_a_server_that_selects_in_blocks_can_not_count(stubs: list[Stub]
         "--reply is 129" in said and f"{stubs[0].url} selects for blocks of queries" in said and "at most 128" in said
     )
     assert run(*urls, *data, "--reply", "100", "--output", str(tmp_path)).exit_code == 0
+    plain = ["--endpoint", stubs[1].url] * 2
+    result = run(*plain, *data, "--reply", "513", "--output", str(tmp_path))
+    assert result.exit_code == 2 and "--reply is 513, expected fewer than the 512 tokens" in " ".join(
+        result.stderr.split()
+    )
     stubs += [Stub(1.0, "", serves="FSFS+2z9")]  # a later version's
     result = run(*urls, "--endpoint", stubs[2].url, *data, "--output", str(tmp_path))
     assert result.exit_code == 2 and stubs[2].url in result.stderr

@@ -183,17 +183,16 @@ def _with_reply(data: ComparisonData, lines: Sequence[Variant], seq_len: int, jo
     Raises:
         SearchError: if the reply of such a server is longer than that.
     """
-    blocks = [line.name for line in lines if line.letters is not None and line.letters.indexers]
+    blocks = any(line.letters is not None and line.letters.indexers for line in lines)
     servers = [address.label for address in job.candidates.endpoints if _in_blocks(address)]
-    most = EXACT_ROWS if servers else seq_len
-    if data.reply is not None and data.reply > most:
+    if servers and data.reply is not None and data.reply > EXACT_ROWS:
         raise SearchError(
-            f"--reply is {data.reply}, but {servers[0]} selects for blocks of queries in all but the last {most} tokens"
-            f" that it reads; expected at most {most}"
+            f"--reply is {data.reply}, but {servers[0]} selects for blocks of queries in all but the last {EXACT_ROWS}"
+            f" tokens that it reads; expected at most {EXACT_ROWS}"
         )
     if data.reply is not None or not (blocks or servers):
         return data
-    reply = min(default_reply(seq_len), most)
+    reply = min(default_reply(seq_len), EXACT_ROWS) if servers else default_reply(seq_len)
     who = f"{servers[0]} selects" if servers else "layers select"
     counted = f"the last {reply} tokens of a sequence count (--reply {reply})"
     warn(job.console, f"{who} for blocks of queries: {counted}")
