@@ -27,13 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
-from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.transformers import TransformersEngine
-from indexcache_search.eval.held_out import ComparisonData, build
-from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
+from indexcache_search.eval.held_out import ComparisonData
+from indexcache_search.hf.loading import describe_model, set_quiet
 from indexcache_search.workdir.lock import locked
 from indexcache_train.distill.settings import IndexerSize
-from scripts.bench.search.scale import RECALL, as_dsa, row_lines, run
+from scripts.bench.search.scale import RECALL, as_dsa, comparison_set, row_lines, run
 from scripts.bench.search.scale_plan import Step
 from scripts.demo_model.mixture import TASK_NAMES, Batches
 from scripts.demo_model.recall import ANSWER
@@ -176,8 +175,6 @@ def compare_dense(options: argparse.Namespace, length: int) -> None:
     if path.exists():
         return
     set_quiet()
-    model = str(options.model)
-    description, vocab_size = describe_model(model), read_config(model).vocab_size
     asked = ComparisonData(
         sources=tuple(str(data_file(options, "held-out", source, length)) for source in SOURCES),
         seq_len=length,
@@ -187,12 +184,12 @@ def compare_dense(options: argparse.Namespace, length: int) -> None:
         samples=options.samples,
         reply=length // 4,
     )
-    data = build(TokenReader(lambda: load_tokenizer(model), vocab_size, length), description, asked, length).data
+    data = comparison_set(options.model, asked).data
     dense = as_dsa(options.dense, IndexerSize(heads=8, dim=128, topk=length), options.output / f"dense-model-{length}")
-    losses, pattern = {}, Pattern.full(description.num_layers)
-    for name, folder in (("dense", str(dense)), ("DSA", model)):
+    losses, pattern = {}, Pattern.full(describe_model(str(options.model)).num_layers)
+    for name, folder in (("dense", dense), ("DSA", options.model)):
         engine = TransformersEngine.load(
-            folder, "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
+            str(folder), "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
         )
         [found] = engine.evaluate([pattern], data, "nll")
         losses[name] = np.array(found.losses) / np.array(found.tokens)

@@ -173,12 +173,8 @@ def run(
 
 def evaluation_set(plan: Plan) -> ComparisonSet:
     """Make the held-out set: text, recall sequences, and samples of each task."""
-    options, model = plan.options, str(plan.base / "model")
-    description = describe_model(model)
-    text = plan.folder / "text.jsonl"
+    options, text = plan.options, plan.folder / "text.jsonl"
     text.write_bytes((options.corpus / "evaluation.jsonl").read_bytes())
-    vocab_size = json.loads((plan.base / "model" / "config.json").read_text())["vocab_size"]
-    reader = TokenReader(lambda: load_tokenizer(model), vocab_size, options.length)
     asked = ComparisonData(
         sources=(str(text), str(plan.folder / "recall.jsonl")),
         seq_len=options.length,
@@ -187,7 +183,15 @@ def evaluation_set(plan: Plan) -> ComparisonSet:
         haystack=str(text),
         samples=options.samples,
     )
-    return build(reader, description, asked, options.length)
+    return comparison_set(plan.base / "model", asked)
+
+
+def comparison_set(model: Path, asked: ComparisonData) -> ComparisonSet:
+    """Read the sources and generate the tasks for a model in a folder, as `indexcache-eval` does."""
+    assert asked.seq_len is not None
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    reader = TokenReader(lambda: load_tokenizer(str(model)), vocab_size, asked.seq_len)
+    return build(reader, describe_model(str(model)), asked, asked.seq_len)
 
 
 def groups_of(held_out: ComparisonSet) -> dict[str, np.ndarray]:

@@ -101,17 +101,20 @@ class Plan:
 
     def dsa_step(self) -> Step:
         """Train the model with indexers in all layers alone, which a later `--search-first` takes as it is."""
-        seconds = OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
         words = ["--pattern", "uniform@1", *self._indexers()]
         command = self._distill(self.dense, words, self.base, self.sizes.seeds[0])
-        return Step(BASE, command, self.base / "metrics.json", seconds)
+        return Step(BASE, command, self.base / "metrics.json", self._once())
+
+    def _once(self) -> float:
+        """Return the seconds that one training takes."""
+        return OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
 
     def _indexers(self) -> list[str]:
         return [f"--index-{key}={value}" for key, value in vars(self.size).items()]
 
     def training_steps(self) -> list[Step]:
         """Train all that starts from the dense model, or from the one with indexers in all layers."""
-        once = OVERHEAD + self.sizes.warmup_steps * self.pace[0] + self.sizes.steps * self.pace[1]
+        once = self._once()
         words = ["--search-first", SHARE, *self._indexers()]
         first = self._distill(self.dense, words, self.searched, self.sizes.seeds[0])
         steps = [Step("searched", first, self.searched / "trained" / "metrics.json", 2 * once + SEARCH)]
