@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,8 +144,8 @@ def test_what_ended_is_compared_where_a_search_fails_or_does_not_fit(
     assert "seed0" in ran[0] and ran[1:] == [["eval-1024", "eval-2048"]]
 
 
-def test_the_dense_model_is_compared_on_the_same_sequences(corpus: Path, tmp_path: Path) -> None:
-    dense, dsa = tmp_path / "dense", tmp_path / "dsa"
+def test_other_models_are_compared_on_the_same_sequences(corpus: Path, tmp_path: Path) -> None:
+    dense, dsa, trained = tmp_path / "dense", tmp_path / "dsa", tmp_path / "trained"
     config = {**model_config(2, 64, 2, VOCAB), "q_lora_rank": 32, "max_position_embeddings": 4 * LENGTH}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(dense)
     for name, text in (
@@ -153,16 +154,25 @@ def test_the_dense_model_is_compared_on_the_same_sequences(corpus: Path, tmp_pat
     ):
         (dense / name).write_text(text)
     as_dsa(dense, IndexerSize(heads=2, dim=64, topk=64), dsa)
-    given = options(dsa, corpus, tmp_path / "out", "--dense", str(dense), "--eval-tokens", str(9 * LENGTH))
+    shutil.copytree(dsa, trained)
+    changed = json.loads((trained / "config.json").read_text()) | {"index_topk_pattern": "FS"}
+    (trained / "config.json").write_text(json.dumps(changed))
+    words = ("--dense", str(dense), "--trained", str(trained), "--eval-tokens", str(9 * LENGTH))
+    given = options(dsa, corpus, tmp_path / "out", *words)
     language_model.write_data(given, LENGTH)
-    language_model.compare_dense(given, LENGTH)
-    rows = json.loads((tmp_path / "out" / f"dense-{LENGTH}.json").read_text())
-    assert len(rows) == 3 + len(language_model.TASK_NAMES)
-    for row in rows.values():
-        assert row["increase"] == pytest.approx(row["DSA"] - row["dense"]) and 0 < row["error"] < 1
-        assert row["dense"] == pytest.approx(math.log(VOCAB), abs=0.5), "untrained"
-    given.dense = None
-    language_model.compare_dense(given, LENGTH)  # there already: nothing is read
+    language_model.compare_models(given, LENGTH)
+    for kind, first, last in (("dense", "dense", "DSA"), ("trained", "own", "trained")):
+        rows = json.loads((tmp_path / "out" / f"{kind}-{LENGTH}.json").read_text())
+        assert len(rows) == 3 + len(language_model.TASK_NAMES)
+        for row in rows.values():
+            assert row[last]["increase"] == pytest.approx(row[last]["loss"] - row[first]["loss"])
+            assert 0 < row[last]["error"] < 1 and row[first]["increase"] == row[first]["error"] == 0
+            assert row[first]["loss"] == pytest.approx(math.log(VOCAB), abs=0.5), "untrained"
+            assert row[last]["loss"] == pytest.approx(np.mean(row[last]["losses"]))
+            if kind == "trained":  # it was not: the weights are the same
+                assert row["trained"] == row["untrained"]
+    given.dense = given.trained = None
+    language_model.compare_models(given, LENGTH)  # nothing is read
 
 
 @pytest.mark.slow

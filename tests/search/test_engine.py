@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from indexcache_search.engines import prefix
 from indexcache_search.engines import transformers as transformers_engine
-from indexcache_search.engines.prefix import Copy, LayerState, PrefixCache
+from indexcache_search.engines.prefix import Copy, LayerState, PrefixCache, place
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.errors import SearchError
 from indexcache_search.evaluation.losses import Evaluation
@@ -209,6 +210,14 @@ def test_a_state_that_is_in_use_is_not_overwritten() -> None:
     assert cache.copy(torch.zeros(32)) is not None
 
 
+def test_states_lie_where_twice_as_much_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 1)
+    free = {cuda: (2000, 9000)}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
+    assert [place(cuda, size) for size in (0, 1000, 1001)] == [cuda, cuda, CPU]
+    assert place(CPU, 1) == CPU
+
+
 def test_a_small_prefix_cache_changes_nothing(config: dict[str, Any]) -> None:
     data = random_tokens()
     plenty = tiny_engine(config)
@@ -374,3 +383,17 @@ def test_cuda_agrees_with_cpu(model_folder: Any) -> None:
     }
     for item in TransformersEngine.load(str(model_folder), "cuda").evaluate(PATTERNS, data, "nll"):
         assert item.losses == pytest.approx(on_cpu[item.pattern.roles].losses, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_states_of_a_gpu_give_the_same_bits(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own memory, in the host's, and without a cache."""
+    data, found = random_tokens(), []
+    for size, there in ((0.0, "cuda"), (0.01, "cuda"), (0.01, "cpu")):
+        monkeypatch.setattr(prefix, "place", lambda device, _, there=there: torch.device(there))
+        engine = tiny_engine(config, prefix_cache_gb=size)
+        engine.torch_model.cuda()
+        found.append({item.pattern: item.losses for item in engine.evaluate(PATTERNS, data, "nll")})
+        assert size == 0 or engine._cache._memory.device.type == there
+    assert found[0] == found[1] == found[2]

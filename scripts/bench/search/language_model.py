@@ -9,7 +9,8 @@ packages of which nothing was trained on, recall sequences made of these, and ge
 finds F and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at
 half and twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with
 uniform patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each
-sequence counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`).
+sequence counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`), and with
+`--trained` with one that trained on with a pattern of F and S (`OUTPUT/trained-LENGTH.json`).
 
 Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
 where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
@@ -22,10 +23,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.eval.held_out import ComparisonData
@@ -47,6 +51,9 @@ BLOCKS = (2, 4, 8, 16)
 STREAMS = {"calibration": "evaluation", "held-out": "packages"}  # the part of the corpus that each comes from
 KINDS = {"text": "prose", "code": "code"}
 SOURCES = (*KINDS, "recall")
+
+Run = tuple[Callable[[], Path], Pattern]
+"""A model's folder, which is made if need be, and the pattern that it runs with."""
 
 
 def write_data(options: argparse.Namespace, length: int) -> None:
@@ -100,13 +107,13 @@ def _search(
     named = {
         "--seq-len": length,
         "--reply": length // 4,
-        "--num-sequences": max(3, options.search_tokens // length),
+        "--num-sequences": max(3, (options.greedy_tokens if "greedy" in words else options.search_tokens) // length),
         "--num-eval-sequences": 6,  # judged by indexcache-eval
         "--retain": ",".join(SHARES),
         "--seed": seed,
         "--output": output,
         "--work-dir": options.output / work,
-        "--engine": "transformers:prefix_cache_gb=8",
+        "--engine": f"transformers:prefix_cache_gb={options.cache_gb:g}",
     }
     sources = [*_data(options, "calibration", length), *_data(options, "held-out", length)]
     command = [sys.executable, "-m", "indexcache_search", *_flags(options, named), *sources, *words]
@@ -158,6 +165,7 @@ def comparisons(options: argparse.Namespace) -> list[Step]:
             "--num-sequences": max(3, options.eval_tokens // length),
             "--tasks": f"{','.join(TASK_NAMES)}:samples={options.samples},"
             f"haystack={data_file(options, 'held-out', 'text', length)}",
+            "--engine": f"transformers:prefix_cache_gb={options.cache_gb:g}",
             "--output": output,
         }
         command = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
@@ -166,12 +174,28 @@ def comparisons(options: argparse.Namespace) -> list[Step]:
     return steps
 
 
-def compare_dense(options: argparse.Namespace, length: int) -> None:
-    """Write `dense-LENGTH.json`: what the model loses against the dense one that it was made of, by source.
+def compare_models(options: argparse.Namespace, length: int) -> None:
+    """Compare the model with others on the sequences that the comparison of this length reads; write a file for each.
 
-    On the sequences that the comparison of this length reads. `indexcache-eval` takes no model that selects everything.
+    `dense-LENGTH.json`: the dense model that it was made of, and what the model loses against that.
+    `trained-LENGTH.json`: a model that trained on with a pattern, and what it and the model lose by that pattern
+    against all F of the model. `indexcache-eval` takes one model, and none that selects everything.
     """
-    path = options.output / f"dense-{length}.json"
+    layers = Pattern.full(describe_model(str(options.model)).num_layers)
+    if options.dense:
+        size = IndexerSize(heads=8, dim=128, topk=length)
+        dense = partial(as_dsa, options.dense, size, options.output / f"dense-model-{length}")
+        runs: dict[str, Run] = {"dense": (dense, layers), "DSA": (lambda: options.model, layers)}
+        _compare(options, length, options.output / f"dense-{length}.json", runs)
+    if options.trained:
+        native = describe_model(str(options.trained)).native
+        runs = {"own": (lambda: options.model, layers), "untrained": (lambda: options.model, native)}
+        runs |= {"trained": (lambda: options.trained, native)}
+        _compare(options, length, options.output / f"trained-{length}.json", runs)
+
+
+def _compare(options: argparse.Namespace, length: int, path: Path, runs: dict[str, Run]) -> None:
+    """Write the losses of each run by source, and how much they rise over the first one's."""
     if path.exists():
         return
     set_quiet()
@@ -184,23 +208,29 @@ def compare_dense(options: argparse.Namespace, length: int) -> None:
         samples=options.samples,
         reply=length // 4,
     )
-    data = comparison_set(options.model, asked).data
-    dense = as_dsa(options.dense, IndexerSize(heads=8, dim=128, topk=length), options.output / f"dense-model-{length}")
-    losses, pattern = {}, Pattern.full(describe_model(str(options.model)).num_layers)
-    for name, folder in (("dense", dense), ("DSA", options.model)):
+    data, losses = comparison_set(options.model, asked).data, {}
+    for name, (folder, pattern) in runs.items():
         engine = TransformersEngine.load(
-            str(folder), "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
+            str(folder()), "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
         )
         [found] = engine.evaluate([pattern], data, "nll")
         losses[name] = np.array(found.losses) / np.array(found.tokens)
-    change, rows = losses["DSA"] - losses["dense"], {}
+    first, rows = losses[next(iter(runs))], {}
     for number, source in enumerate(data.sources):
         chosen = data.source_of == number
-        more = {"increase": change[chosen].mean(), "error": change[chosen].std(ddof=1) / chosen.sum() ** 0.5}
-        rows[source] = {name: values[chosen].mean() for name, values in losses.items()} | more
+        rows[source] = {name: _row(values[chosen], first[chosen]) for name, values in losses.items()}
     write_atomically(path, json.dumps(rows, indent=1) + "\n")
-    for source, row in rows.items():
-        print(f"{length} tokens, {source}: {', '.join(f'{key} {value:.4f}' for key, value in row.items())}", flush=True)
+    for source, by_run in rows.items():
+        told = (
+            f"{name} {row['loss']:.4f} ({row['increase']:+.4f} ±{row['error']:.4f})" for name, row in by_run.items()
+        )
+        print(f"{length} tokens, {source}: {', '.join(told)}", flush=True)
+
+
+def _row(losses: NDArray[np.float64], first: NDArray[np.float64]) -> dict[str, Any]:
+    change = losses - first
+    error = change.std(ddof=1) / len(change) ** 0.5
+    return {"loss": losses.mean(), "increase": change.mean(), "error": error, "losses": losses.tolist()}
 
 
 def forget_without(names: Iterable[str], result: Path) -> None:
@@ -227,8 +257,8 @@ def main(options: argparse.Namespace) -> None:
         for step in compared:
             forget_without(patterns(options), step.result)
         run(compared, options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
-        for length in (options.length, 2 * options.length) if options.dense else ():
-            compare_dense(options, length)
+        for length in (options.length, 2 * options.length):
+            compare_models(options, length)
     if failed is not None:
         raise failed
 
@@ -238,12 +268,17 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dense", type=Path, help="the dense model that it was made of, to compare with")
+    parser.add_argument("--trained", type=Path, help="a model that trained on with a pattern, to compare with")
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--output", type=Path, default=Path("build/language"))
     parser.add_argument("--length", type=int, default=4096, help="tokens; half and twice as many are tried as well")
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0, 1, 2])
     parser.add_argument("--rows", type=int, default=96, help="of each source, calibration and held-out")
     parser.add_argument("--search-tokens", type=int, default=262_144, help="of the sequences of a search")
+    parser.add_argument(
+        "--greedy-tokens", type=int, default=65_536, help="of Algorithm 1's, which costs six times as much"
+    )
+    parser.add_argument("--cache-gb", type=float, default=16.0, help="of layer outputs, on the GPU if they fit twice")
     parser.add_argument("--eval-tokens", type=int, default=589_824, help="of the sequences of a comparison")
     parser.add_argument("--samples", type=int, default=24, help="of each task")
     parser.add_argument("--batch-size", type=int, default=8)

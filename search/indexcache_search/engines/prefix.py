@@ -26,7 +26,7 @@ class Copy:
         self._piece, self._dtype, self._start, self._free = piece.copy_(tensor), tensor.dtype, start, free
 
     def to(self, device: torch.device) -> Tensor:
-        """Return the tensor on a device; on the CPU it may lie in the cache, so keep this copy while you use it."""
+        """Return the tensor on a device; it may lie in the cache, so keep this copy while you use it."""
         return self._piece.to(device, self._dtype)
 
     def __del__(self) -> None:
@@ -47,10 +47,10 @@ class LayerState:
 
 
 class PrefixCache:
-    """Layer states in host memory, by token batch and roles of the layers below; the oldest go first.
+    """Layer states by token batch and roles of the layers below; the oldest go first.
 
     A search evaluates neighbours of one pattern over and over. Its states stay, since every use renews them. All lie in
-    one piece of memory, to keep the process's heap free of gaps.
+    one piece of memory, of the GPU that runs the model or of the host (`place`), to keep its heap free of gaps.
 
     Args:
         limit: bytes; tensors shared by several states count once. The operating system commits them as they are used.
@@ -74,7 +74,7 @@ class PrefixCache:
         return depth, self._states.get((batch, pattern.beginning(depth)))
 
     def copy(self, tensor: Tensor) -> Copy | None:
-        """Copy a tensor, int64 as int32, to host memory; return `None` if no room can be made."""
+        """Copy a tensor, int64 as int32; return `None` if no room can be made."""
         dtype = torch.int32 if tensor.dtype == torch.int64 else tensor.dtype  # indices, which fit
         size = tensor.numel() * dtype.itemsize
         room = -(-size // 64) * 64
@@ -82,7 +82,7 @@ class PrefixCache:
         if start is None:
             return None
         if not len(self._memory):
-            self._memory = torch.empty(self.limit, dtype=torch.uint8)
+            self._memory = torch.empty(self.limit, dtype=torch.uint8, device=place(tensor.device, self.limit))
         piece = self._memory[start : start + size].view(dtype).view(tensor.shape)
         return Copy(tensor, piece, start, self._free[room])
 
@@ -104,6 +104,16 @@ class PrefixCache:
                 return None
             self._states.popitem(last=False)
         return self._free[room].pop()
+
+
+def place(device: torch.device, size: int) -> torch.device:
+    """Return where `size` bytes of states lie: on the GPU that runs the model if twice as much is free there.
+
+    The host has more memory, but a GPU can compute a layer of a small model in the time of a copy from there.
+    """
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= 2 * size:
+        return device
+    return torch.device("cpu")
 
 
 def run_from_cache(

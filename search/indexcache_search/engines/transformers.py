@@ -59,8 +59,9 @@ class TransformersEngine:
         model: a transformers model of a family in `sglang_indexcache.families`, in evaluation mode.
         description: its layers, read from config.json.
         batch_size: sequences per forward.
-        prefix_cache_gb: host memory for layer outputs, so that a pattern runs from the first layer in which it differs
-            from an earlier one. If the outputs of all requested sequences don't fit, patterns run in full.
+        prefix_cache_gb: memory for layer outputs, so that a pattern runs from the first layer in which it differs from
+            an earlier one: the GPU's where twice as much is free, else the host's. If the outputs of all requested
+            sequences don't fit, patterns run in full.
         attention: `naive`, transformers' own, or `kernels`.
         files: the files it was loaded from; their digest is part of a journal's identity.
     """

@@ -27,7 +27,7 @@ from sglang_indexcache.pattern import SHARED
 class PageEngine(TransformersEngine):
     """Engine that evaluates patterns with a selection of pages.
 
-    Beside what `TransformersEngine` keeps in host memory, it keeps as much on the model's device: keys and values of
+    Beside the layer outputs of `TransformersEngine`, it keeps as much on the model's device: keys and values of
     beginnings that no pattern changes.
     """
 
