@@ -84,7 +84,7 @@ def test_searches_of_a_seed_follow_each_other_on_one_journal(model: Path, corpus
     assert list(steps) == [
         *("seed0", *(f"seed0-{share}" for share in shares)),
         *("seed1", *(f"seed1-{share}" for share in shares)),
-        *("seed0-512-tokens", "seed0-2048-tokens", "algorithm1"),
+        *("seed0-512-tokens", "seed0-2048-tokens", "few", "some", "algorithm1"),
     ]
     assert steps["seed0"].needs is None and steps["seed1-0.5"].needs == tmp_path / "seed1" / "pattern.yaml"
     assert steps["seed1-0.3"].needs == tmp_path / "seed1-0.37" / "pattern.yaml"
@@ -96,7 +96,10 @@ def test_searches_of_a_seed_follow_each_other_on_one_journal(model: Path, corpus
     assert "--strategy greedy" in " ".join(steps["algorithm1"].command)
     assert "--seq-len 2048 --reply 512 " in " ".join(steps["seed0-2048-tokens"].command)
     works = {name: step.command[step.command.index("--work-dir") + 1] for name, step in steps.items()}
-    assert len(set(works.values())) == 5  # two seeds, two lengths, Algorithm 1
+    assert len(set(works.values())) == 7, "a journal each for two seeds, two lengths, fewer sequences, Algorithm 1"
+    more = language_model.searches(options(model, corpus, tmp_path, "--search-tokens", "65536"))
+    asked = {step.name: step.command[step.command.index("--num-sequences") + 1] for step in more}
+    assert [asked[name] for name in ("seed0", "some", "algorithm1", "few")] == ["64", "16", "16", "8"]
 
 
 def test_all_in_blocks_is_compared_even_where_no_search_ended(model: Path, corpus: Path, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@
 Searches read documents that were kept from training, prose and code apart, and recall sequences. Patterns are judged on
 packages of which nothing was trained on, recall sequences made of these, and generated tasks. Of each seed one search
 finds F and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at
-half and twice the length as well, and by the paper's Algorithm 1. Then `indexcache-eval` compares all of it with
+half and twice the length as well, on an eighth (`few`) and a quarter (`some`) of the sequences, and by the paper's
+Algorithm 1 on a quarter, which costs as much as lazy on all. Then `indexcache-eval` compares all of it with
 uniform patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each
 sequence counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`), and with
 `--trained` with one that trained on with a pattern of F and S (`OUTPUT/trained-LENGTH.json`).
@@ -96,8 +97,10 @@ def searches(options: argparse.Namespace) -> list[Step]:
             before = steps[-1].result
     for length in (options.length // 2, 2 * options.length):
         steps.append(_search(options, f"seed0-{length}-tokens", [], length, 0, f"work-{length}", None))
-    greedy = ["--strategy", "greedy"]
-    return [*steps, _search(options, "algorithm1", greedy, options.length, 0, "work-greedy", None)]
+    for name, words, part in (("few", [], 8), ("some", [], 4), ("algorithm1", ["--strategy", "greedy"], 4)):
+        fewer = argparse.Namespace(**vars(options) | {"search_tokens": options.search_tokens // part})
+        steps.append(_search(fewer, name, words, options.length, 0, f"work-{name}", None))
+    return steps
 
 
 def _search(
@@ -107,7 +110,7 @@ def _search(
     named = {
         "--seq-len": length,
         "--reply": length // 4,
-        "--num-sequences": max(3, (options.greedy_tokens if "greedy" in words else options.search_tokens) // length),
+        "--num-sequences": max(3, options.search_tokens // length),
         "--num-eval-sequences": 6,  # judged by indexcache-eval
         "--retain": ",".join(SHARES),
         "--seed": seed,
