@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from indexcache_search.data.reader import TokenReader
 from indexcache_train.distill.settings import IndexerSize
-from scripts.bench.search import language_model
+from scripts.bench.search import language_model, language_table
 from scripts.bench.search.scale import as_dsa
 from scripts.bench.search.scale_plan import Step
 from scripts.demo_model.dense_model import model_config
@@ -84,7 +84,7 @@ def test_searches_of_a_seed_follow_each_other_on_one_journal(model: Path, corpus
     assert list(steps) == [
         *("seed0", *(f"seed0-{share}" for share in shares)),
         *("seed1", *(f"seed1-{share}" for share in shares)),
-        *("seed0-512-tokens", "seed0-2048-tokens", "few", "some", "algorithm1"),
+        *("seed0-512-tokens", "seed0-2048-tokens", "samples", "tasks", "tasks-0.37", "few", "some", "algorithm1"),
     ]
     assert steps["seed0"].needs is None and steps["seed1-0.5"].needs == tmp_path / "seed1" / "pattern.yaml"
     assert steps["seed1-0.3"].needs == tmp_path / "seed1-0.37" / "pattern.yaml"
@@ -95,10 +95,13 @@ def test_searches_of_a_seed_follow_each_other_on_one_journal(model: Path, corpus
     assert "--prefill" not in " ".join(steps["seed1"].command)
     assert "--strategy greedy" in " ".join(steps["algorithm1"].command)
     assert "--seq-len 2048 --reply 512 " in " ".join(steps["seed0-2048-tokens"].command)
+    samples = steps.pop("samples")
+    assert steps["tasks"].needs == samples.result and steps["tasks-0.37"].needs == steps["tasks"].result
+    assert f"--calibration {samples.result}" in " ".join(steps["tasks-0.37"].command)
     works = {name: step.command[step.command.index("--work-dir") + 1] for name, step in steps.items()}
-    assert len(set(works.values())) == 7, "a journal each for two seeds, two lengths, fewer sequences, Algorithm 1"
+    assert len(set(works.values())) == 8, "one each of two seeds, two lengths, tasks, fewer sequences, Algorithm 1"
     more = language_model.searches(options(model, corpus, tmp_path, "--search-tokens", "65536"))
-    asked = {step.name: step.command[step.command.index("--num-sequences") + 1] for step in more}
+    asked = {s.name: s.command[s.command.index("--num-sequences") + 1] for s in more if s.name != "samples"}
     assert [asked[name] for name in ("seed0", "some", "algorithm1", "few")] == ["64", "16", "16", "8"]
 
 
@@ -192,8 +195,11 @@ def test_a_whole_run(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.C
             "algorithm1-1of4",
             "similarity-1of2",
             "seed0-2048-tokens-1of8",
+            "tasks-0.37",
             "all-q16",
         } <= names
+        found = language_table.Measured.read(tmp_path / f"eval-{length}")
+        assert not found.lacking and {"searched 1/4", "blocks, searched within 0.3"} <= found.groups().keys()
     assert "exit code 0" in capsys.readouterr().out
     language_model.main(given)
     assert "exit code" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from indexcache_search import demo, evaluate
+from indexcache_search.data.reader import TokenReader
 from indexcache_search.errors import DataError
 from indexcache_search.eval import tasks as core
+from indexcache_search.eval.held_out import haystack_of
 from indexcache_search.hf.loading import load_tokenizer
-from indexcache_tasks import tasks
+from indexcache_tasks import cli, tasks
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +85,47 @@ def test_without_the_extension_tasks_are_refused(
     monkeypatch.setattr(core, "extensions", lambda group, kind: {})
     with pytest.raises(DataError, match="--tasks needs an extension that is not installed"):
         evaluate(model=model_folder, patterns="FSSFSS", tasks=("mrcr",), seq_len=32, output=tmp_path / "out")
+
+
+def written(folder: Path, *more: str) -> int | None:
+    words = ["--model", str(demo.MODEL), "--seq-len", "1500", "--output", str(folder), "--samples", "2", *more]
+    code: int | None = cli.app(words, prog_name="tasks", standalone_mode=False)
+    return code
+
+
+def test_samples_for_a_search_are_others_than_those_of_a_comparison(tmp_path: Path, tokenizer: Any) -> None:
+    source = tmp_path / "text.jsonl"
+    source.write_text(json.dumps({"text": "All is quiet on the northern shore. " * 400}) + "\n")
+    for seed in ("0", "1"):
+        written(tmp_path / seed, "--tasks", "mrcr,multi_key", "--haystack", str(source), "--seed", seed)
+    assert {path.name for path in (tmp_path / "1").iterdir()} == {"mrcr.jsonl", "multi_key.jsonl"}
+    reader = TokenReader(lambda: tokenizer, 8192, 1500)
+    seen = set()
+    for path in sorted(tmp_path.glob("*/*.jsonl")):
+        rows = [section for [section] in reader.documents(str(path), 0)]
+        assert [len(row.tokens) for row in rows] == [1500, 1500]
+        for row in rows:
+            assert 0 < row.mask.sum() < 200 and row.mask[-1]
+        seen |= {row.tokens.tobytes() for row in rows}
+    haystack = haystack_of(reader, str(source), 1500)
+    for task in ("mrcr", "multi_key"):
+        seen |= {tasks.sample(task, tokenizer, haystack, 1500, n, chat=False).tokens.tobytes() for n in range(2)}
+    assert len(seen) == 12
+
+
+def test_nothing_is_overwritten_and_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mrcr.jsonl").write_text("mine")
+    bad = {
+        (): "is not empty",
+        ("--tasks", "nothing"): "there is no 'nothing', expected multi_key",
+        ("--tasks", "mrcr,mrcr"): "mrcr stands there twice",
+        ("--output", str(tmp_path / "new"), "--haystack", str(tmp_path / "none.jsonl")): "no such file",
+        ("--output", str(tmp_path / "new"), "--seq-len", "64"): "without any text around",
+        ("--output", str(tmp_path / "mrcr.jsonl")): "is not empty",
+    }
+    for words, message in bad.items():
+        assert written(tmp_path, *words) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and message in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mrcr.jsonl"]
+    assert (tmp_path / "mrcr.jsonl").read_text() == "mine"

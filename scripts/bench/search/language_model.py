@@ -7,11 +7,12 @@
 Searches read documents that were kept from training, prose and code apart, and recall sequences. Patterns are judged on
 packages of which nothing was trained on, recall sequences made of these, and generated tasks. Of each seed one search
 finds F and S, and the next ones, from the same evaluations, what takes a share of a prompt's time. Seed 0 searches at
-half and twice the length as well, on an eighth (`few`) and a quarter (`some`) of the sequences, and by the paper's
-Algorithm 1 on a quarter, which costs as much as lazy on all. Then `indexcache-eval` compares all of it with
-uniform patterns of all phases and with all F in blocks, at the length and twice the length. The last quarter of each
-sequence counts. With `--dense`, the model is compared with that one as well (`OUTPUT/dense-LENGTH.json`), and with
-`--trained` with one that trained on with a pattern of F and S (`OUTPUT/trained-LENGTH.json`).
+half and twice the length as well, with samples of the generated tasks beside (`tasks`), on an eighth (`few`) and a
+quarter (`some`) of the sequences, and by the paper's Algorithm 1 on a quarter, which costs as much as lazy on all. Then
+`indexcache-eval` compares all of it with uniform patterns of all phases and with all F in blocks, at the length and
+twice the length. The last quarter of each sequence counts. With `--dense`, the model is compared with that one as well
+(`OUTPUT/dense-LENGTH.json`), and with `--trained` with one that trained on with a pattern of F and S
+(`OUTPUT/trained-LENGTH.json`). `scripts.bench.search.language_table` prints the tables.
 
 Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
 where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
@@ -97,6 +98,16 @@ def searches(options: argparse.Namespace) -> list[Step]:
             before = steps[-1].result
     for length in (options.length // 2, 2 * options.length):
         steps.append(_search(options, f"seed0-{length}-tokens", [], length, 0, f"work-{length}", None))
+    samples = options.output / "data" / f"tasks-{options.length}"
+    named = {"--model": options.model, "--seq-len": options.length, "--samples": 24, "--tasks": ",".join(TASK_NAMES)}
+    named |= {"--haystack": data_file(options, "calibration", "text", options.length), "--output": samples}
+    command = [sys.executable, "-m", "indexcache_tasks", *(str(part) for pair in named.items() for part in pair)]
+    steps.append(Step("samples", command, samples, 20.0))
+    before = samples
+    for name, words in (("tasks", []), ("tasks-0.37", ["--prefill", f"0.37:prices={PRICES}"])):
+        words = [*words, "--calibration", str(samples)]
+        steps.append(_search(options, name, words, options.length, 0, "work-tasks", before))
+        before = steps[-1].result
     for name, words, part in (("few", [], 8), ("some", [], 4), ("algorithm1", ["--strategy", "greedy"], 4)):
         fewer = argparse.Namespace(**vars(options) | {"search_tokens": options.search_tokens // part})
         steps.append(_search(fewer, name, words, options.length, 0, f"work-{name}", None))
@@ -137,7 +148,7 @@ def patterns(options: argparse.Namespace) -> dict[str, str]:
     """Return by name what the searches that ended have found, similarity's patterns, and all F in blocks."""
     found: dict[str, str] = {}
     for step in searches(options):
-        if not step.result.exists():
+        if step.name == "samples" or not step.result.exists():
             continue
         if "--prefill" in step.command:
             found[step.name] = str(PatternFile.load(step.result).as_pattern())

@@ -105,12 +105,7 @@ def build(
     names = [*(parts[0].sources if parts else ()), *(f"{task}-style" for task in tasks)]
     answers: dict[int, tuple[str, ...]] = {}
     if tasks:
-        tokenizer, characters = reader.tokenizer, seq_len * 16
-        text: list[int] = []
-        for document in reader.documents(asked.haystack, EVALUATION_ORDER_SEED):
-            text += [token for section in document for token in section.tokens.tolist()]
-            if len(text) >= characters:
-                break
+        tokenizer, text = reader.tokenizer, haystack_of(reader, asked.haystack, seq_len)
     for number, task in enumerate(tasks):
         make = partial(generated().sample, task, tokenizer, text, seq_len, chat=asked.chat)
         made = [make(seed) for seed in range(samples)]
@@ -126,3 +121,17 @@ def build(
     if asked.reply is not None:
         data = data.ending_in_replies(asked.reply)
     return ComparisonSet(data, answers, left_out)
+
+
+def haystack_of(reader: TokenReader, source: str, seq_len: int) -> list[int]:
+    """Return the tokens of which the text around needles is cut: up to the document that makes it 16 x `seq_len`.
+
+    Raises:
+        DataError: if the source can't be read.
+    """
+    text: list[int] = []
+    for document in reader.documents(source, EVALUATION_ORDER_SEED):
+        text += [token for section in document for token in section.tokens.tolist()]
+        if len(text) >= 16 * seq_len:
+            break
+    return text
