@@ -184,7 +184,7 @@ def test_other_models_are_compared_on_the_same_sequences(corpus: Path, tmp_path:
 @pytest.mark.slow
 def test_a_whole_run(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the same command again, which has nothing left to do."""
-    given = options(model, corpus, tmp_path, "--seeds", "0", "--at-once", "1")
+    given = options(model, corpus, tmp_path, "--seeds", "0", "--at-once", "1", "--search-tokens", str(4 * LENGTH))
     language_model.main(given)
     for length in (LENGTH, 2 * LENGTH):
         rows = json.loads((tmp_path / f"eval-{length}" / "eval.json").read_text())["held_out"]["rows"]
