@@ -234,6 +234,16 @@ def test_a_small_prefix_cache_changes_nothing(config: dict[str, Any]) -> None:
         assert free == cache._end  # nothing is held by a run that is over
 
 
+def test_a_prefix_cache_that_is_too_small_is_said_once(model_folder: Any) -> None:
+    for size, said in ((0.0, 0), (1e-6, 1), (0.1, 0)):
+        lines: list[str] = []
+        engine = TransformersEngine.load(str(model_folder), "cpu", prefix_cache_gb=size, notice=lines.append)
+        for _ in range(2):
+            list(engine.evaluate(PATTERNS[:2], random_tokens(), "nll"))
+        assert len([line for line in lines if "runs in full" in line]) == said
+        assert not said or "prefix_cache_gb is 1e-06" in lines[-1]
+
+
 def test_kl_of_the_native_pattern_is_zero_and_of_others_positive(config: dict[str, Any]) -> None:
     results = by_pattern(tiny_engine(config), "kl")
     assert results["FFFFFF"].losses == (0.0, 0.0, 0.0)

@@ -97,6 +97,8 @@ class TransformersEngine:
             self._attention = partial(on_kernels, model)
         self._baselines: dict[tuple[str, int], Tensor] = {}
         self._lanes: list[Self] = []
+        self._notice: Callable[[str], None] = lambda _: None
+        self._told = False  # that the cache is too small
 
     @classmethod
     def load(
@@ -115,7 +117,7 @@ class TransformersEngine:
 
         The engine is of the class that an extension registers for the model's family, if there is one. `selection` is
         that of patterns of a model without indexers, by default the family's. `notice` is called with a line before the
-        weights are read, which may take minutes.
+        weights are read, which may take minutes, and when the prefix cache is too small to help.
 
         Raises:
             SearchError: if it can't be found or loaded, or the device, dtype or attention is not available.
@@ -140,7 +142,9 @@ class TransformersEngine:
             loaded.set_attn_implementation("eager")
         own = extensions("transformers", TransformersEngine) if cls is TransformersEngine else {}
         kind = own.get(family.name, cls)
-        return kind(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)  # type: ignore[no-any-return]
+        engine: Self = kind(loaded, description, batch_size, prefix_cache_gb, resolved, files=files)
+        engine._notice = notice
+        return engine
 
     def side_by_side(self) -> Self:
         """Run two sequences at a time from now on where that is faster, on the cores of a CPU; return this engine.
@@ -209,12 +213,19 @@ class TransformersEngine:
         return side_by_side(self._lanes, work, batches)
 
     def _prefixes_fit(self, data: TokenSet, sequences: int) -> bool:
-        """Return true if the states of one pattern's run fit into the prefix cache."""
+        """Return true if the states of one pattern's run fit into the prefix cache; say once if they don't."""
         config = self.torch_model.config
         streams = getattr(config, "hc_mult", 1)  # DeepSeek-V4 carries several from layer to layer
         width = streams * config.hidden_size * self.torch_model.dtype.itemsize + self._chosen_bytes(data)
         tokens = data.seq_len - self._begins(self.model.native, range(data.num_sequences), data)
-        return bool(sequences * tokens * self.model.num_layers * width <= self._cache.limit)
+        need, limit = sequences * tokens * self.model.num_layers * width, self._cache.limit
+        if need > limit > 0 and not self._told:
+            self._told = True
+            self._notice(
+                f"layer outputs of {sequences} sequences take {need / 1e9:.1f} GB, prefix_cache_gb is {limit / 1e9:g}:"
+                " patterns that begin alike share nothing, each runs in full"
+            )
+        return bool(need <= limit)
 
     def _chosen_bytes(self, data: TokenSet) -> int:
         """Return the bytes of what a layer selects for one query of `data`."""
