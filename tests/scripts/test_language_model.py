@@ -111,8 +111,9 @@ def test_all_in_blocks_is_compared_even_where_no_search_ended(model: Path, corpu
     every = Pattern.parse(found["all-q8"])
     assert every.full_layers == (0, 1, 2) and {indexer.queries for indexer in every.indexers} == {8}
     both = language_model.comparisons(options(model, corpus, tmp_path))
-    assert [step.name for step in both] == ["eval-1024", "eval-2048"]
-    assert " ".join(both[1].command).count("--pattern ") == 4
+    assert [step.name for step in both] == ["eval-1024", "eval-2048", "eval-1024-served"]
+    assert {step.command.count("--pattern") for step in both} == {4}
+    assert "--no-uniform" in both[2].command and both[2].command[both[2].command.index("--reply") + 1] == "128"
 
 
 def test_what_similarity_alone_would_keep_is_compared_as_well(model: Path, corpus: Path, tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def test_what_searches_found_later_is_compared_later(model: Path, corpus: Path, 
     for names, kept in (([f"all-q{size}" for size in language_model.BLOCKS], True), (["all-q2"], False)):
         rows = [{"name": name} for name in names]
         (folder / "eval.json").write_text(json.dumps({"held_out": {"rows": rows}}))
-        result = language_model.comparisons(given)[0].result
-        language_model.forget_without(language_model.patterns(given), result)
-        assert result.exists() == kept
+        [step, *_] = language_model.comparisons(given)
+        language_model.forget_old(step)
+        assert step.result.exists() == kept
 
 
 def test_what_ended_is_compared_where_a_search_fails_or_does_not_fit(
@@ -147,7 +148,7 @@ def test_what_ended_is_compared_where_a_search_fails_or_does_not_fit(
     monkeypatch.setattr(language_model, "run", run)
     with pytest.raises(SystemExit, match="seed0 failed"):
         language_model.main(options(model, corpus, tmp_path))
-    assert "seed0" in ran[0] and ran[1:] == [["eval-1024", "eval-2048"]]
+    assert "seed0" in ran[0] and ran[1:] == [["eval-1024", "eval-2048", "eval-1024-served"]]
 
 
 def test_other_models_are_compared_on_the_same_sequences(corpus: Path, tmp_path: Path) -> None:
@@ -186,6 +187,8 @@ def test_a_whole_run(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.C
     """And the same command again, which has nothing left to do."""
     given = options(model, corpus, tmp_path, "--seeds", "0", "--at-once", "1", "--search-tokens", str(4 * LENGTH))
     language_model.main(given)
+    served = language_table.Measured.read(tmp_path / f"eval-{LENGTH}-served")
+    assert not served.lacking and {"all F, q16", "within 0.37, tasks in the calibration"} <= served.groups().keys()
     for length in (LENGTH, 2 * LENGTH):
         rows = json.loads((tmp_path / f"eval-{length}" / "eval.json").read_text())["held_out"]["rows"]
         names = {row["name"] for row in rows}

@@ -10,9 +10,10 @@ finds F and S, and the next ones, from the same evaluations, what takes a share 
 half and twice the length as well, with samples of the generated tasks beside (`tasks`), on an eighth (`few`) and a
 quarter (`some`) of the sequences, and by the paper's Algorithm 1 on a quarter, which costs as much as lazy on all. Then
 `indexcache-eval` compares all of it with uniform patterns of all phases and with all F in blocks, at the length and
-twice the length. The last quarter of each sequence counts. With `--dense`, the model is compared with that one as well
-(`OUTPUT/dense-LENGTH.json`), and with `--trained` with one that trained on with a pattern of F and S
-(`OUTPUT/trained-LENGTH.json`). `scripts.bench.search.language_table` prints the tables.
+twice the length. The last quarter of each sequence counts, and selects query by query; in `eval-LENGTH-served`, of
+patterns with blocks, the last 128 tokens alone, as on a server that reads the sequence as a prompt. With `--dense`, the
+model is compared with that one as well (`OUTPUT/dense-LENGTH.json`), and with `--trained` with one that trained on with
+a pattern of F and S (`OUTPUT/trained-LENGTH.json`). `scripts.bench.search.language_table` prints the tables.
 
 Each step is a command of the package, which is printed. What has ended is not done again, and the same command goes on
 where it was stopped; with `--seconds`, what does not fit is said and left out. Tables are in `OUTPUT/eval-LENGTH`.
@@ -25,8 +26,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from scripts.demo_model.mixture import TASK_NAMES, Batches
 from scripts.demo_model.recall import ANSWER
 from sglang_indexcache import Pattern
 from sglang_indexcache.io.atomic import write_atomically
+from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 from sglang_indexcache.pattern_file.file import PatternFile
 
 TIMES = ("0.5", "0.4", "0.37", "0.3")  # of a prompt of 131,072 tokens, by `PRICES`
@@ -168,14 +171,18 @@ def patterns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def comparisons(options: argparse.Namespace) -> list[Step]:
-    """Return one comparison for each length."""
-    steps = []
-    words = [word for name, letters in patterns(options).items() for word in ("--pattern", f"{name}={letters}")]
-    for length in (options.length, 2 * options.length):
-        output = options.output / f"eval-{length}"
+    """Return one comparison for each length, and one of blocks in all of a prompt that a server reads in blocks."""
+    steps, found = [], patterns(options)
+    blocks = {name: letters for name, letters in found.items() if "+" in letters}
+    for name, length, reply, compared in (
+        (f"eval-{options.length}", options.length, options.length // 4, found),
+        (f"eval-{2 * options.length}", 2 * options.length, options.length // 2, found),
+        (f"eval-{options.length}-served", options.length, EXACT_ROWS, blocks),
+    ):
+        output = options.output / name
         named = {
             "--seq-len": length,
-            "--reply": length // 4,
+            "--reply": reply,
             "--num-sequences": max(3, options.eval_tokens // length),
             "--tasks": f"{','.join(TASK_NAMES)}:samples={options.samples},"
             f"haystack={data_file(options, 'held-out', 'text', length)}",
@@ -183,7 +190,9 @@ def comparisons(options: argparse.Namespace) -> list[Step]:
             "--output": output,
         }
         command = [sys.executable, "-c", "from indexcache_search.__main__ import evaluate; evaluate()"]
-        command += [*_flags(options, named), *words, *_data(options, "held-out", length)]
+        command += [*_flags(options, named), *_data(options, "held-out", length)]
+        command += [word for item in compared.items() for word in ("--pattern", "=".join(item))]
+        command += [] if compared is found else ["--no-uniform"]
         steps.append(Step(output.name, command, output / "eval.json", options.eval_seconds))
     return steps
 
@@ -247,9 +256,11 @@ def _row(losses: NDArray[np.float64], first: NDArray[np.float64]) -> dict[str, A
     return {"loss": losses.mean(), "increase": change.mean(), "error": error, "losses": losses.tolist()}
 
 
-def forget_without(names: Iterable[str], result: Path) -> None:
+def forget_old(comparison: Step) -> None:
     """Remove a comparison's result if it lacks a pattern; what was evaluated stays in its journal."""
-    if result.exists() and not {*names} <= {row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]}:
+    asked = {word.partition("=")[0] for flag, word in pairwise(comparison.command) if flag == "--pattern"}
+    result = comparison.result
+    if result.exists() and not asked <= {row["name"] for row in json.loads(result.read_text())["held_out"]["rows"]}:
         result.unlink()
 
 
@@ -269,7 +280,7 @@ def main(options: argparse.Namespace) -> None:
             failed = error
         compared = comparisons(options)
         for step in compared:
-            forget_without(patterns(options), step.result)
+            forget_old(step)
         run(compared, options.at_once, options.gpus, options.output, lambda: end - time.monotonic())
         for length in (options.length, 2 * options.length):
             compare_models(options, length)

@@ -1,11 +1,12 @@
 """Tables of what `language_model` measured, in Markdown: losses, divergences, paired differences, letters.
 
-    python -m scripts.bench.search.language_table build/language --length 4096
+    python -m scripts.bench.search.language_table build/language/eval-4096
+    python -m scripts.bench.search.language_table build/language/trained-4096.json
 
-Reads `FOLDER/eval-LENGTH`: names and patterns from `eval.json`, losses of each sequence from its journal, which may
-lack some; a pattern that was not run on all sequences is left out, and named. A row of several patterns (seeds, phases)
-has the mean over them for each sequence, and errors are over sequences. *Worst* is the largest increase of one sequence
-under one pattern. *Keys* are three RULER-like tasks. `--trained` shows `trained-LENGTH.json` instead.
+Reads the folder of a comparison: names and patterns from `eval.json`, losses of each sequence from its journal, which
+may lack some; a pattern that was not run on all sequences is left out, and named. A row of several patterns (seeds,
+phases) has the mean over them for each sequence, and errors are over sequences. *Worst* is the largest increase of one
+sequence under one pattern. *Keys* are three RULER-like tasks.
 """
 
 from __future__ import annotations
@@ -212,10 +213,10 @@ def trained(path: Path) -> str:
 
 
 def main(options: argparse.Namespace) -> None:
-    if options.trained:
-        print(trained(options.folder / f"trained-{options.length}.json"))
+    if options.result.suffix == ".json":
+        print(trained(options.result))
         return
-    found = Measured.read(options.folder / f"eval-{options.length}")
+    found = Measured.read(options.result)
     print("\n\n".join(part(found) for part in (losses, divergences, differences, letters)))
     for name in found.lacking:
         print(f"{name}: not run on all sequences")
@@ -224,9 +225,7 @@ def main(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="`--output` of language_model")
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--trained", action="store_true", help="the table of the model that trained with a pattern")
+    parser.add_argument("result", type=Path, help="eval-LENGTH or trained-LENGTH.json of language_model's --output")
     return parser
 
 
