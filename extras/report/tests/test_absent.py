@@ -36,9 +36,10 @@ def test_a_search_writes_its_pattern_and_its_metrics(
     assert done.stderr.count(pages.UNWRITTEN) == 1
     assert f"report.html and README.md are {pages.UNWRITTEN}\n" in done.stderr
     assert names(folder) == "indexcache-run.json metrics.json pattern.yaml work"
-    wrote, check, serve = done.stdout.splitlines()[-3:]
+    wrote, judge, check, serve = done.stdout.splitlines()[-4:]
     assert wrote == f"Wrote {folder / 'pattern.yaml'}, {folder / 'metrics.json'}"
-    assert check == f"Next: indexcache-check {folder / 'pattern.yaml'} --model {model_folder}"
+    assert judge.startswith(f"Next: indexcache-eval --pattern {folder / 'pattern.yaml'} --tasks ")
+    assert check.strip() == f"indexcache-check {folder / 'pattern.yaml'} --model {model_folder}"
     assert serve.strip().endswith(f"--indexcache-pattern {folder / 'pattern.yaml'} --model-path {model_folder}")
     assert main([str(folder)]) == 0
     assert "its 2 files belong together" in capsys.readouterr().out

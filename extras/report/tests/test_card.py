@@ -54,8 +54,11 @@ def test_the_commands_of_a_card_and_of_the_terminal_take_what_the_page_says_to_t
     console = Console(width=200, file=io.StringIO())
     show(result, "org/glm", files, console)
     _, said = console.file.getvalue().split("Next: ")  # type: ignore[attr-defined]
-    page, checks, serves = said.splitlines()
+    page, judges, checks, serves = said.splitlines()
     assert page == "read out/report.html in a browser"
+    command, named, why = judges.strip().partition(" with the same --model")
+    assert command == f"indexcache-eval --pattern out/pattern.yaml@{taken} --tasks multi_key,variable_tracking,mrcr"
+    assert named and why == ": what a search has not seen it may break"
     assert checks.strip() == f"indexcache-check out/pattern.yaml@{taken} --model org/glm"
     assert serves.endswith(f"launch_server --indexcache-pattern out/pattern.yaml@{taken} --model-path org/glm")
     console = Console(width=200, file=io.StringIO())

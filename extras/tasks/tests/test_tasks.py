@@ -16,6 +16,7 @@ from indexcache_search.errors import DataError
 from indexcache_search.eval import tasks as core
 from indexcache_search.eval.held_out import haystack_of
 from indexcache_search.hf.loading import load_tokenizer
+from indexcache_search.searching.show import JUDGED
 from indexcache_tasks import cli, tasks
 
 
@@ -129,3 +130,7 @@ def test_nothing_is_overwritten_and_bad_input_is_one_line(tmp_path: Path, capsys
         assert said.count("\n") == 1 and message in said
     assert [path.name for path in tmp_path.iterdir()] == ["mrcr.jsonl"]
     assert (tmp_path / "mrcr.jsonl").read_text() == "mine"
+
+
+def test_tasks_that_a_search_advises_exist() -> None:
+    assert cli.names(JUDGED)

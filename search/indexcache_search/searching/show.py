@@ -5,13 +5,17 @@ from __future__ import annotations
 from rich.console import Console
 
 from indexcache_search.console import command, serving
+from indexcache_search.eval.tasks import Tasks
 from indexcache_search.results import speed_table, tables
 from indexcache_search.results.pages import pages
 from indexcache_search.results.schema import SearchResult
 from indexcache_search.results.words import counted
 from indexcache_search.searching.job import Files
 from indexcache_search.strategies import DEFAULT_RETAIN
+from sglang_indexcache.io.extensions import extensions
 from sglang_indexcache.pattern_file.result_folder import CARD, FILES, PATTERN, REPORT
+
+JUDGED = "multi_key,variable_tracking,mrcr"  # tasks that a pattern is judged on, of the extension that makes some
 
 
 def show(result: SearchResult, model: str | None, files: Files, out: Console) -> None:
@@ -48,6 +52,9 @@ def show(result: SearchResult, model: str | None, files: Files, out: Console) ->
         steps.append(command("indexcache-eval", "--pattern", path, *asked))
     else:
         advised = f"{path}{'' if made is None else made.suffix(result)}"
+        if extensions("tasks", Tasks):
+            judged = command("--pattern", advised, "--tasks", JUDGED)
+            steps.append(f"indexcache-eval {judged} with the same --model: what a search has not seen it may break")
         steps.append(command("indexcache-check", advised, "--model", model))
         steps.append(serving(advised, model, result.pattern_file.selection))
     for number, step in enumerate(steps):
