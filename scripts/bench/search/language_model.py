@@ -303,7 +303,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--greedy-tokens", type=int, default=65_536, help="of Algorithm 1's, which costs six times as much"
     )
-    parser.add_argument("--cache-gb", type=float, default=16.0, help="of layer outputs, on the GPU if they fit twice")
+    parser.add_argument(
+        "--cache-gb", type=float, default=16.0, help="of layer outputs, on the GPU where four times as much is free"
+    )
     parser.add_argument("--eval-tokens", type=int, default=589_824, help="of the sequences of a comparison")
     parser.add_argument("--samples", type=int, default=24, help="of each task")
     parser.add_argument("--batch-size", type=int, default=8)

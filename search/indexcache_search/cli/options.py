@@ -148,8 +148,8 @@ Seed = Annotated[int, number("Order of the documents.", SEED)]
 Engine = Annotated[
     EngineChoice | None,
     engine_option(
-        f"What runs the model. Keys: {ATTENTION}, prefix_cache_gb (memory for layer outputs, the GPU's where twice as"
-        " much is free, else the host's; 1; of dense models as much again for keys of prompts).",
+        f"What runs the model. Keys: {ATTENTION}, prefix_cache_gb (memory for layer outputs, the GPU's where four times"
+        " as much is free, else the host's; 1; of dense models as much again for keys of prompts).",
     ),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]

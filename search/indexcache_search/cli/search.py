@@ -218,7 +218,7 @@ def search(
         engine_option(
             "transformers, or sglang, whose server gets options that are unknown here (--tp 8). Keys of transformers:"
             f" {options.ATTENTION}, prefix_cache_gb (memory for layer outputs that patterns share, the GPU's where"
-            " twice as much is free, else the host's; 2, for the demo 1.7; 0: none). Default: transformers.",
+            " four times as much is free, else the host's; 2, for the demo 1.7; 0: none). Default: transformers.",
             servers=True,
         ),
     ] = None,

@@ -107,11 +107,11 @@ class PrefixCache:
 
 
 def place(device: torch.device, size: int) -> torch.device:
-    """Return where `size` bytes of states lie: on the GPU that runs the model if twice as much is free there.
+    """Return where `size` bytes of states lie: on the GPU that runs the model if that is a quarter of what is free.
 
     The host has more memory, but a GPU can compute a layer of a small model in the time of a copy from there.
     """
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= 2 * size:
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= 4 * size:
         return device
     return torch.device("cpu")
 

@@ -60,7 +60,7 @@ class TransformersEngine:
         description: its layers, read from config.json.
         batch_size: sequences per forward.
         prefix_cache_gb: memory for layer outputs, so that a pattern runs from the first layer in which it differs from
-            an earlier one: the GPU's where twice as much is free, else the host's. If the outputs of all requested
+            an earlier one: the GPU's where four times as much is free, else the host's. If the outputs of all requested
             sequences don't fit, patterns run in full.
         attention: `naive`, transformers' own, or `kernels`.
         files: the files it was loaded from; their digest is part of a journal's identity.
