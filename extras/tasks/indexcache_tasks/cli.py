@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -96,11 +96,12 @@ def write(
             except DataError as error:
                 raise DataError(str(error).replace("--tasks haystack", "--haystack")) from None
         output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
-        for path, content in written.items():
-            (partial / path.name).write_text(content)
-        partial.chmod(0o755)
-        partial.rename(output)  # all files or none; an empty folder is replaced
+        with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as partial:
+            made = Path(partial) / output.name
+            made.mkdir()
+            for path, content in written.items():
+                (made / path.name).write_text(content)
+            made.rename(output)  # all files or none; an empty folder is replaced
         results().print(f"Wrote {', '.join(map(str, written))}: {samples} samples each", soft_wrap=True)
 
 

@@ -27,7 +27,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,19 +112,26 @@ def searches(options: argparse.Namespace) -> list[Step]:
         steps.append(_search(options, name, words, options.length, 0, "work-tasks", before))
         before = steps[-1].result
     for name, words, part in (("few", [], 8), ("some", [], 4), ("algorithm1", ["--strategy", "greedy"], 4)):
-        fewer = argparse.Namespace(**vars(options) | {"search_tokens": options.search_tokens // part})
-        steps.append(_search(fewer, name, words, options.length, 0, f"work-{name}", None))
+        steps.append(_search(options, name, words, options.length, 0, f"work-{name}", None, part))
     return steps
 
 
 def _search(
-    options: argparse.Namespace, name: str, words: list[str], length: int, seed: int, work: str, needs: Path | None
+    options: argparse.Namespace,
+    name: str,
+    words: list[str],
+    length: int,
+    seed: int,
+    work: str,
+    needs: Path | None,
+    part: int = 1,
 ) -> Step:
+    """Return a search on one of `part` equal parts of its tokens."""
     output = options.output / name
     named = {
         "--seq-len": length,
         "--reply": length // 4,
-        "--num-sequences": max(3, options.search_tokens // length),
+        "--num-sequences": max(3, options.search_tokens // part // length),
         "--num-eval-sequences": 6,  # judged by indexcache-eval
         "--retain": ",".join(SHARES),
         "--seed": seed,
@@ -231,12 +238,12 @@ def _compare(options: argparse.Namespace, length: int, path: Path, runs: dict[st
         samples=options.samples,
         reply=length // 4,
     )
+    load = cache(
+        partial(TransformersEngine.load, dtype=options.dtype, batch_size=options.batch_size, prefix_cache_gb=0)
+    )
     data, losses = comparison_set(options.model, asked).data, {}
     for name, (folder, pattern) in runs.items():
-        engine = TransformersEngine.load(
-            str(folder()), "auto", options.dtype, batch_size=options.batch_size, prefix_cache_gb=0
-        )
-        [found] = engine.evaluate([pattern], data, "nll")
+        [found] = load(str(folder())).evaluate([pattern], data, "nll")
         losses[name] = np.array(found.losses) / np.array(found.tokens)
     first, rows = losses[next(iter(runs))], {}
     for number, source in enumerate(data.sources):

@@ -47,7 +47,7 @@ Values = NDArray[np.float64]
 
 @dataclass
 class Measured:
-    """What a comparison measured.
+    """Losses, divergences and right answers of one comparison.
 
     Attributes:
         patterns: by name, uniform ones as `uniform SHARE PHASE`.

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from indexcache_search.data.reader import TokenReader
 from indexcache_search.engines.transformers import TransformersEngine
 from indexcache_search.eval.held_out import ComparisonData, ComparisonSet, build
-from indexcache_search.hf.loading import describe_model, load_tokenizer, set_quiet
+from indexcache_search.hf.loading import describe_model, load_tokenizer, read_config, set_quiet
 from indexcache_train.distill.conversion import convert
 from indexcache_train.distill.dense_mla import DenseStart
 from indexcache_train.distill.settings import IndexerSize
@@ -189,8 +189,7 @@ def evaluation_set(plan: Plan) -> ComparisonSet:
 def comparison_set(model: Path, asked: ComparisonData) -> ComparisonSet:
     """Read the sources and generate the tasks for a model in a folder, as `indexcache-eval` does."""
     assert asked.seq_len is not None
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    reader = TokenReader(lambda: load_tokenizer(str(model)), vocab_size, asked.seq_len)
+    reader = TokenReader(lambda: load_tokenizer(str(model)), read_config(str(model)).vocab_size, asked.seq_len)
     return build(reader, describe_model(str(model)), asked, asked.seq_len)
 
 
