@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.serving import cut_down_v4
 from scripts.bench.serving.conditions import Condition, checked, flags, last_error, ports
 from sglang_indexcache.io.refusal import GROUPING_VARIABLE, PATTERN_VARIABLE, SHARD_VARIABLE
 
@@ -76,6 +77,14 @@ def test_wrong_ones_get_one_line(text: str, line: str) -> None:
 def test_what_would_fail_in_an_engine_fails_before(texts: tuple[str, ...], line: str, model: Path) -> None:
     with pytest.raises(ValueError, match=line):
         checked(list(map(Condition.parse, texts)), model, {})
+
+
+def test_a_pattern_has_the_letters_of_its_family(tmp_path: Path) -> None:
+    """Of eight layers of a cut-down DeepSeek-V4 four have a letter."""
+    (tmp_path / "config.json").write_text(json.dumps(cut_down_v4.config(32)))
+    checked([Condition.parse("a=FSSS")], tmp_path, {})
+    with pytest.raises(ValueError, match="a: pattern has 8 letters"):
+        checked([Condition.parse("a=FSSSFSSS")], tmp_path, {})
 
 
 def test_engines_side_by_side_have_ports_of_their_own() -> None:
