@@ -157,7 +157,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
     Combination(
         "HiCache",
         ("--enable-hierarchical-cache", "--enable-hicache"),
-        _GPU,
+        f"{_GPU}, {_NOW}",
         ("enable_hierarchical_cache",),
         without="its storage",
     ),
@@ -168,7 +168,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         ("hicache_storage_backend",),
         without="refused where SGLang's source says that keys don't have the model's name, which carries the pattern",
     ),
-    Combination("HiSparse", ("--enable-hisparse",), _GPU, ("enable_hisparse",)),
+    Combination("HiSparse", ("--enable-hisparse",), f"{_GPU}, {_NOW}", ("enable_hisparse",)),
     Combination(
         "LoRA",
         ("--enable-lora", "--lora-paths"),
