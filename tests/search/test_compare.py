@@ -92,7 +92,7 @@ def test_sequences_that_run_in_parts_give_the_same(
         (["--pattern", "a=FFF"], OTHER_LENGTH.format(3, 6)),
         (["--pattern", "nowhere.yaml"], "nowhere.yaml"),
         (["--endpoint", "http://localhost:1"], "--endpoint: found one"),
-        (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no niah"),
+        (["--pattern", "a=FSFSFS", "--tasks", "niah"], "'--tasks': there is no 'niah'"),
         (["--pattern", "a=FSFSFS", "--seq-len", "300"], "made for 256 tokens"),
         (["--endpoint", "http://localhost:1", "--endpoint", "http://localhost:1"], "http://localhost:1: /v1/models"),
     ],

@@ -14,6 +14,7 @@ from indexcache_search.cli.command import Config, Version, application, number, 
 from indexcache_search.console import results
 from indexcache_search.errors import DataError, SearchError
 from indexcache_tasks import tasks
+from indexcache_tasks.options import GENERATED
 from sglang_indexcache.command_line import exit_codes
 
 EPILOG = f"""
@@ -41,11 +42,10 @@ def names(text: str) -> list[str]:
         typer.BadParameter: if one is unknown, or stands there twice.
     """
     found = [word.strip() for word in text.split(",")]
-    for name in found:
-        if name not in tasks.TASKS:
-            raise typer.BadParameter(f"there is no {name[:80]!r}, expected {', '.join(tasks.TASKS)}")
-        if found.count(name) > 1:
-            raise typer.BadParameter(f"{name} stands there twice, expected each task once")
+    try:
+        GENERATED.check(found)
+    except DataError as error:
+        raise typer.BadParameter(str(error)) from None
     return found
 
 

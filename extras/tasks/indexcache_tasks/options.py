@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from indexcache_search.cli.bounded import Bounds
 from indexcache_search.cli.extra import ExtraOption
-from indexcache_search.errors import SearchError
 from indexcache_search.eval.tasks import Sample, Tasks
 from indexcache_tasks import tasks
 
@@ -23,11 +22,7 @@ class TasksChoice:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.names:
-            if name not in tasks.TASKS:
-                raise SearchError(f"there is no {name}, expected {', '.join(tasks.TASKS)}")
-            if self.names.count(name) > 1:
-                raise SearchError(f"{name} stands there twice, expected each task once")
+        GENERATED.check(self.names)
 
 
 class GeneratedTasks(Tasks):

@@ -83,11 +83,12 @@ def build(
         DataError: if there is nothing to compare on, or a source has too few tokens.
     """
     sources, tasks, samples = asked.sources, asked.tasks, asked.samples
-    unknown = [task for task in tasks if task not in generated().names]
-    if unknown:
-        raise DataError(f"--tasks: there is no {unknown[0]}, expected {', '.join(generated().names)}")
-    if len(set(tasks)) < len(tasks):
-        raise DataError(f"--tasks is {','.join(tasks)}, expected each task once")
+    if tasks:
+        makes = generated()
+        try:
+            makes.check(tasks)
+        except DataError as error:
+            raise DataError(f"--tasks: {error}") from None
     clash = [source for source in sources if source.removesuffix("-style") in tasks and source.endswith("-style")]
     if clash:
         raise DataError(f"--evaluation: {clash[0]} is called as a task of --tasks is, expected ./{clash[0]}")

@@ -28,6 +28,18 @@ class Tasks(ABC):
 
     names: ClassVar[tuple[str, ...]]
 
+    def check(self, names: Sequence[str]) -> None:
+        """Check names that somebody asked for.
+
+        Raises:
+            DataError: if one is unknown, or stands there twice.
+        """
+        for name in names:
+            if name not in self.names:
+                raise DataError(f"there is no {name[:80]!r}, expected {', '.join(self.names)}")
+            if names.count(name) > 1:
+                raise DataError(f"{name} stands there twice, expected each task once")
+
     @abstractmethod
     def sample(
         self, task: str, tokenizer: Any, haystack: Sequence[int], seq_len: int, seed: int, *, chat: bool
