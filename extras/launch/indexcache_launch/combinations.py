@@ -125,6 +125,7 @@ COMBINATIONS = (  # of all families; some have more, see `SglangAdapter.combinat
         "",
         ("enable_prefill_cp", "cp_strategy", "attn_cp_size"),
         lambda given: (given.enable_prefill_cp or (given.attn_cp_size or 1) > 1) and not _interleaved(given),
+        without="SGLang 0.5.23 serves no DSA model with zigzag",
     ),
     Combination(
         "heads shared out in decoding, beside context-parallel prefill",
