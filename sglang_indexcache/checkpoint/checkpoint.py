@@ -19,7 +19,7 @@ from sglang_indexcache.model.layers import ModelLayers
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern import Pattern
 from sglang_indexcache.pattern_file.file import PatternFile
-from sglang_indexcache.pattern_file.remote import why
+from sglang_indexcache.pattern_file.remote import quiet_hub, why
 from sglang_indexcache.sglang.override_flag import FLAG, merged
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -158,7 +158,8 @@ def _from_hub(model: str, name: str) -> Path:
             f"{model}: no such folder, and huggingface_hub is not installed; expected: pip install huggingface_hub"
         ) from None
     try:
-        return Path(hf_hub_download(named.repository, name, revision=named.revision))
+        with quiet_hub():
+            return Path(hf_hub_download(named.repository, name, revision=named.revision))
     except Exception as error:  # the client has many, and a proxy more
         raise HubFileError(f"{model}: no such folder, and {name} can't be had from the hub: {why(error)}") from None
 

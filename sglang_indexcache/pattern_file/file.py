@@ -27,6 +27,7 @@ SCHEMA = "indexcache/v1"
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Layers = Annotated[tuple[Count, ...], Field(strict=False)]
 _Names = Annotated[tuple[str, ...], Field(strict=False)]
+_BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
 
 class _FileSection(BaseModel):
@@ -92,7 +93,9 @@ class TrajectoryStep(_FileSection):
 
     layer: Count = Field(description="the layer, counted from 0")
     pattern_loss: Finite = Field(description="objective after the flip")
-    stderr: Finite | None = Field(default=None, description="paired standard error of its increase over baseline_loss")
+    stderr: Annotated[Finite, Field(ge=0)] | None = Field(
+        default=None, description="paired standard error of its increase over baseline_loss"
+    )
 
 
 class PrefillSection(_FileSection):
@@ -143,7 +146,7 @@ class CalibrationSection(_FileSection):
     sequences: Count
     seq_len: Count = Field(description="tokens")
     scored_tokens: Count
-    sketch: Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=8192)] | None = Field(
+    sketch: Annotated[str, Field(pattern=_BASE64, max_length=8192)] | None = Field(
         default=None, description="which text this was, so that indexcache-eval can leave it out of held-out sets"
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -43,6 +46,18 @@ def remote_file(text: str) -> RemoteFile | None:
     """Return the file that `text` names for an extension, `None` for anything that may be local."""
     found = (kind.parse(text) for kind in extensions("sources", RemoteFile).values())
     return next((file for file in found if file is not None), None)
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Leave out what the hub's client says of each try; why it failed is said once, by who asked."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def why(error: Exception) -> str:

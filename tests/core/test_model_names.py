@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -142,6 +143,24 @@ def test_revisions_are_asked_for_everywhere(folder: Path, monkeypatch: pytest.Mo
         own_server("owner/name", ["--revision=v2"], folder / "log"),
     ):
         pass
+
+
+def test_a_hub_that_is_not_reached_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client writes a line for each try."""
+    client = logging.getLogger("huggingface_hub.utils._http")
+
+    def download(repository: str, name: str, revision: str | None = None) -> str:
+        client.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ModelConfigError, match=r"config\.json can't be had from the hub: OSError: no route"):
+        Checkpoint.read("owner/name")
+    assert not caplog.records
+    client.warning("of somebody else")
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

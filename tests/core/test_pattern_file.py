@@ -184,6 +184,8 @@ def edited(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (edited(patterns={"x": "FFFSSSSS"}), "retention is 'x'"),
         (edited(created="yesterday"), "created: found 'yesterday'"),
         (edited(calibration__sources="sft.jsonl"), "calibration.sources: found 'sft.jsonl'"),
+        (edited(calibration__sketch="AABy9"), "calibration.sketch: found 'AABy9'"),  # cut off
+        (edited(trajectory__0__stderr=-1.0), "trajectory[0].stderr: found -1.0"),
     ],
 )
 def test_every_mistake_has_its_line(edit: Callable[[dict[str, Any]], None], message: str) -> None:

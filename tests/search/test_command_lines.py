@@ -113,6 +113,9 @@ def test_every_number_has_bounds(function: Function) -> None:
         (evaluate.evaluate, ["--chat"], "No such option: --chat; expected --tasks chat=VALUE"),
         (distill.distill, ["--warmup-lr", "1"], "No such option: --warmup-lr"),
         (offload_cli.offload, ["--step-ms=3"], "No such option: --step-ms; expected --server step_ms=VALUE"),
+        (search.search, ["--output", ""], "--output is empty, expected a path"),  # an unset variable
+        (watch_cli.watch, ["--output="], "--output is empty, expected a path"),
+        (evaluate.evaluate, ["--config", ""], "--config is empty, expected a path"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

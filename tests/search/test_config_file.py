@@ -34,6 +34,7 @@ def application_of(**more: Any) -> typer.Typer:
         shares: Annotated[str, option("Shares.", metavar="SHARE,...")] = "1/2",
         sizes: Annotated[Sizes | None, settings(Sizes, "Sizes.")] = None,
         deep: Annotated[bool, option("Depth.", "--deep/--no-deep")] = True,
+        output: Annotated[Path | None, option("Folder.")] = None,
         config: Config = None,
         version: Version = False,
     ) -> None:
@@ -87,6 +88,7 @@ def test_a_file_stands_for_flags_which_win(tmp_path: Path) -> None:
         ("seed: true", "run.yaml: seed: found true, expected a text or a number"),
         ("seed: -1", "run.yaml: seed: found -1, expected 0 to 9223372036854775807"),
         ("seed: [1, 2]", "run.yaml: seed: found [1, 2], expected a text or a number"),
+        ('output: ""', "run.yaml: output: is empty, expected a path"),
         ("seed:", "run.yaml: seed: found null, expected a text or a number"),
         ("model: {a: 1}", 'run.yaml: model: found {"a": 1}, expected a text or a number'),
         ("deep: 1", "run.yaml: deep: found 1, expected true or false"),

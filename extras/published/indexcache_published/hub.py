@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from sglang_indexcache.io.errors import PatternFileError
 from sglang_indexcache.io.strict_yaml import MAX_BYTES
-from sglang_indexcache.pattern_file.remote import SUFFIXES, RemoteFile, why
+from sglang_indexcache.pattern_file.remote import SUFFIXES, RemoteFile, quiet_hub, why
 
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}"
 _FORM = re.compile(
@@ -96,8 +96,9 @@ class HubFile(RemoteFile):
                 " huggingface_hub, or a file"
             ) from None
         try:
-            expected = self._commit(limit)
-            path = Path(hf_hub_download(self.repository, self.path, revision=self.revision))
+            with quiet_hub():
+                expected = self._commit(limit)
+                path = Path(hf_hub_download(self.repository, self.path, revision=self.revision))
         except PatternFileError:
             raise
         except Exception as error:  # the client has many, and a proxy more

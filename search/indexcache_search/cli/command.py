@@ -17,7 +17,7 @@ from typer import Typer
 
 import sglang_indexcache
 from indexcache_search.cli.bounded import Bounds
-from indexcache_search.cli.config import SETTINGS, read_config
+from indexcache_search.cli.config import SETTINGS, paths, read_config
 from indexcache_search.cli.groups import group, hint_for
 from indexcache_search.cli.help import HELP_OPTIONS, HelpfulCommand
 from indexcache_search.console import errors_in_one_line, messages
@@ -29,12 +29,17 @@ _SECRET = re.compile(r"--([\w-]+[-_])?(key|token|password|secret)")
 
 
 class Command(HelpfulCommand):
-    """A command that hints at the option that has an unknown flag as a setting."""
+    """A command that hints at the option that has an unknown flag as a setting, and takes no empty path."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an error ends in one line."""
         ctx.meta[WORDS] = tuple(args)
         with errors_in_one_line(messages(), ctx.command_path):
+            flags = {"--" + name.replace("_", "-") for name in paths(self.callback)}
+            for before, word in pairwise(("", *args)):
+                flag = before if word == "" else word.removesuffix("=")
+                if flag in flags and (word == "" or word.endswith("=")):
+                    raise SearchError(f"{flag} is empty, expected a path")
             try:
                 return super().parse_args(ctx, args)
             except Exception as error:  # the module of typer's class for it depends on the version

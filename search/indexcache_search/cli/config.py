@@ -13,7 +13,7 @@ import re
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import typer
 
@@ -50,6 +50,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
             if name in found:
                 raise typer.BadParameter("is given twice")
             value = _written_out(given)
+            if value == "" and name in paths(context.command.callback):
+                raise typer.BadParameter("is empty, expected a path")
             if name in options:
                 found[name] = _given(options[name], value)
                 options[name].process_value(context, found[name])
@@ -60,6 +62,11 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         except typer.BadParameter as error:
             raise typer.BadParameter(f"{path}: {key}: {error.message}") from None
     return path
+
+
+def paths(function: Any) -> set[str]:
+    """Return the options of a command's function that are paths: an empty one would be the folder that one is in."""
+    return {name for name, kind in get_type_hints(function).items() if Path in (kind, *get_args(kind))}
 
 
 @cache

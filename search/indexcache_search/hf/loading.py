@@ -26,6 +26,7 @@ from sglang_indexcache.io.errors import FileError, IndexCacheError, ModelConfigE
 from sglang_indexcache.model.files import CONFIG, INDEX, ModelFiles, weight_map
 from sglang_indexcache.model.name import ModelName
 from sglang_indexcache.pattern.selection import PatternSelection
+from sglang_indexcache.pattern_file.remote import quiet_hub
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -106,9 +107,10 @@ def model_folder(model: str) -> Path:
         return named.folder
     fetch = partial(snapshot_download, named.repository, revision=named.revision)
     try:
-        folder = Path(fetch(allow_patterns=["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]))
-        index = folder / INDEX
-        return Path(fetch(allow_patterns=sorted(set(weight_map(index).values())) if index.is_file() else [SINGLE]))
+        with quiet_hub():
+            folder = Path(fetch(allow_patterns=["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]))
+            index = folder / INDEX
+            return Path(fetch(allow_patterns=sorted(set(weight_map(index).values())) if index.is_file() else [SINGLE]))
     except IndexCacheError:
         raise
     except Exception as error:  # the client has many, and a proxy more
