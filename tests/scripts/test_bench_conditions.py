@@ -87,6 +87,13 @@ def test_a_pattern_has_the_letters_of_its_family(tmp_path: Path) -> None:
         checked([Condition.parse("a=FSSSFSSS")], tmp_path, {})
 
 
+def test_sglang_alone_runs_a_model_of_which_nothing_is_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Other"]}')
+    checked([Condition.parse("plain")], tmp_path, {})
+    with pytest.raises(ValueError, match="a: "):
+        checked([Condition.parse("a=FS")], tmp_path, {})
+
+
 def test_engines_side_by_side_have_ports_of_their_own() -> None:
     """SGLang derives 233 to 240 behind the first port for data-parallel attention, and draws from 22000 on."""
     run, another = ports(), ports()

@@ -1,4 +1,4 @@
-"""What is said of replies of engines that keep index keys and of those that free them."""
+"""Replies of engines with and without index keys are compared where each engine repeats itself."""
 
 from __future__ import annotations
 

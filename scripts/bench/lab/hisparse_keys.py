@@ -41,9 +41,14 @@ CONDITIONS = ("F", "kept", "freed")
 PUBLISHED = FOLDER / "glm-5-quarter.yaml"
 
 
+def model_of(options: argparse.Namespace) -> Path:
+    """Return the folder of the model: a whole GLM-5's config.json for --sizes, else the twelve layers that run."""
+    return Path(options.output) / ("sizes" if options.sizes else "model")
+
+
 def start(options: argparse.Namespace, condition: str, letters: str, arguments: dict[str, Any]) -> Any:
     """Start a measurement in a process of its own."""
-    model = options.output / "model"
+    model = model_of(options)
     file = write_pattern(Pattern(letters), model, options.output / f"{condition}.yaml")
     words = ["--child", "--output", str(options.output), "--engine", json.dumps(arguments)]
     words += [*(["--sizes"] if options.sizes else []), "--memory", str(options.memory)]
@@ -66,9 +71,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    arguments = ServerArgs(
-        model_path=str(options.output / "model"), skip_tokenizer_init=True, **json.loads(options.engine)
-    )
+    arguments = ServerArgs(model_path=str(model_of(options)), skip_tokenizer_init=True, **json.loads(options.engine))
     arguments.resolve_once()
     rank = one_batch.SpawnRanks(world_rank=one_batch.spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
     one_batch.publish(arguments, role="scheduler", ranks=rank)
@@ -99,7 +102,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_sizes(options: argparse.Namespace) -> None:
-    write(options.output / "model", rank_config(ranks=1, gpus=1, heads=None, layers=GLM_5, dtype="bf16"), {})
+    write(model_of(options), rank_config(ranks=1, gpus=1, heads=None, layers=GLM_5, dtype="bf16"), {})
     quarter = PatternFile.load(PUBLISHED).as_pattern().letters
     common = {
         "device": options.device,
@@ -128,7 +131,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     """Run one engine: its room, its keys, replies and steps."""
     import sglang
 
-    engine = sglang.Engine(model_path=str(options.output / "model"), **json.loads(options.engine))
+    engine = sglang.Engine(model_path=str(model_of(options)), **json.loads(options.engine))
     info = engine.get_server_info()
     found = {"tokens": info["max_total_num_tokens"], "keys": info["internal_states"][0].get(KEYS)}
     found |= decode(engine, options)
@@ -137,7 +140,7 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    make(options.output / "model")
+    make(model_of(options))
     [ratio] = map(int, options.ratio.split(","))
     engine = ENGINE | {"max_running_requests": options.batch, "cuda_graph_bs_decode": [1, options.batch]}
     engine |= {"context_length": options.context + STEPS + PAGE, "mem_fraction_static": options.mem_fraction}
@@ -167,9 +170,8 @@ def measure(options: argparse.Namespace) -> None:
 def verdict(results: list[dict[str, Any]], exact: bool) -> tuple[str, bool]:
     """Say whether engines gave the same replies, and whether that is a failure."""
     if not all(item["repeats"] for item in results):
-        return "not compared, an engine's own differ from one time to the next" + (
-            "" if exact else "; try --exact"
-        ), exact
+        advice = "" if exact else "; try --exact"
+        return f"not compared, an engine's own differ from one time to the next{advice}", exact
     same = all(item["replies"] == results[0]["replies"] for item in results)
     return ("the same tokens", False) if same else ("DIFFERENT", True)
 

@@ -127,11 +127,11 @@ def checked(conditions: Sequence[Condition], model: Path, common: Mapping[str, A
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"{twice}: two conditions have this name")
-    letters = describe(json.loads((model / "config.json").read_text()), model.name).num_layers
+    config = json.loads((model / "config.json").read_text())
     for condition in conditions:
         try:
             if condition.pattern is not None:
-                condition.pattern.check_fits(letters)
+                condition.pattern.check_fits(describe(config, model.name).num_layers)
             condition.engine(common, model)
         except IndexCacheError as error:
             raise ValueError(f"{condition.name}: {error}") from None

@@ -37,9 +37,9 @@ class Command(HelpfulCommand):
         with errors_in_one_line(messages(), ctx.command_path):
             flags = {"--" + name.replace("_", "-") for name in paths(self.callback)}
             for before, word in pairwise(("", *args)):
-                flag = before if word == "" else word.removesuffix("=")
-                if flag in flags and (word == "" or word.endswith("=")):
-                    raise SearchError(f"{flag} is empty, expected a path")
+                given = word or f"{before}="
+                if given.endswith("=") and given[:-1] in flags:
+                    raise SearchError(f"{given[:-1]} is empty, expected a path")
             try:
                 return super().parse_args(ctx, args)
             except Exception as error:  # the module of typer's class for it depends on the version
