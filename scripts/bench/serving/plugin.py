@@ -126,10 +126,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def served(engine: Any) -> dict[str, Any]:
-    """Return the pattern that an engine's plugin has proven, and how prompts attend so far."""
-    found = engine.get_server_info()["internal_states"][0].get(KEY, {})
+    """Return the pattern that an engine's plugin has proven, how prompts attend so far, and what other plugins say."""
+    state = engine.get_server_info()["internal_states"][0]
+    found, others = state.get(KEY, {}), {name: value for name, value in state.items() if name.startswith(KEY + "_")}
     serves = found.get("pattern") if found.get("proven") else None
-    return {"serves": serves, "grouped": found.get("grouped_layers", 0), "unions": found.get("union_passes")}
+    grouped, unions = found.get("grouped_layers", 0), found.get("union_passes")
+    return {"serves": serves, "grouped": grouped, "unions": unions, "others": others}
 
 
 def stream(engine: Any, ids: list[int], steps: int = 40) -> tuple[float, float]:

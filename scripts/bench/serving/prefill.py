@@ -145,7 +145,8 @@ class Bench:
             equal = agreement(next(iter(ready.values())), answer)
             print(
                 f"{name}: up in {answer['start_s']:.0f} s, serves {answer['serves']}, "
-                f"{answer['grouped']} layers grouped, by unions {answer.get('unions') or 'none'}, tokens equal {equal}",
+                f"{answer['grouped']} layers grouped, by unions {answer.get('unions') or 'none'}, tokens equal {equal}"
+                + "".join(f", {other}: {json.dumps(state)}" for other, state in answer["others"].items()),
                 flush=True,
             )
         self._ignored(ready)
