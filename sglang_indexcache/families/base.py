@@ -173,7 +173,7 @@ class SglangAdapter(ABC):
         yield from ()
 
     def saved(self, runner: Any) -> Mapping[str, int]:
-        """Read from a `ModelRunner` the bytes that layers save or take on this rank, by their `/server_info` names."""
+        """Return the bytes that layers of a `ModelRunner` save or take on this rank, by their `/server_info` names."""
         return {}
 
     @abstractmethod

@@ -42,6 +42,7 @@ class Served(BaseModel):
     counted: Counted | None = None
     saved_kv_bytes_per_token: Count | None = None
     saved_weight_bytes: Count | None = None
+    prompt_score_bytes: Count | None = None
     indexer_runs: Count | None = None
     indexer_skips: Count | None = None
     decode_passes: Count | None = None

@@ -69,6 +69,7 @@ SAYS = {
     "shared_layers": 4,
     "saved_kv_bytes_per_token": 528,
     "saved_weight_bytes": 1_250_000_000,
+    "prompt_score_bytes": 4_294_967_296,
     "counted": {"passes": {"extend": 3}, "longest_prompt": 2176, "to_come": ["decode"]},
     "indexer_runs": 20,
     "indexer_skips": 40,

@@ -283,7 +283,9 @@ def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engines, "plan_of", lambda _: plan(PROVEN))
     keys = [torch.zeros(3 if layer in (0, 3) else 0, 64 * 132, dtype=torch.uint8) for layer in range(6)]
     pool = SimpleNamespace(index_k_with_scale_buffer=keys, page_size=64)
-    runner = SimpleNamespace(model=nn.Module(), token_to_kv_pool=pool)
+    arguments = SimpleNamespace(chunked_prefill_size=8192)
+    room = {"model_config": SimpleNamespace(context_len=65536), "max_total_num_tokens": 99999}
+    runner = SimpleNamespace(model=nn.Module(), token_to_kv_pool=pool, server_args=arguments, **room)
     serving.status(reply, SimpleNamespace(server_args=None, tp_worker=SimpleNamespace(model_runner=runner)))
     assert reply.internal_state["indexcache"] == {
         "pattern": "FSSFSS",
@@ -297,6 +299,7 @@ def test_the_status_is_added_to_the_internal_state(monkeypatch: pytest.MonkeyPat
         "proven": True,
         "saved_kv_bytes_per_token": 4 * 132,
         "saved_weight_bytes": 0,
+        "prompt_score_bytes": 0,  # no layers
     }
 
 

@@ -137,7 +137,7 @@ def counted(server: Server) -> list[dict[str, Any]]:
     assert all(state["proven"] and state["pattern"] == PATTERN.roles for state in found)
     for state in found:  # a pipeline stage has some of the layers
         saved, weights = state["saved_kv_bytes_per_token"], state["saved_weight_bytes"]
-        assert saved in (4 * INDEX_KEY, 2 * INDEX_KEY) and weights > 0
+        assert saved in (4 * INDEX_KEY, 2 * INDEX_KEY) and weights > 0 and state["prompt_score_bytes"] > 0
     return [state["counted"] for state in found]
 
 

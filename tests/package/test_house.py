@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE = ("sglang_indexcache", "search/indexcache_search", "kernels/indexcache_kernels")
-BUDGET = 28000
+BUDGET = 28020
 """Lines of Python; the aim was 29,000.
 
 Lower it when lines go. Raise it by hand, in a commit that says what users gain.

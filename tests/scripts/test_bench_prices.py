@@ -15,6 +15,7 @@ import torch
 
 from indexcache_search.strategies.budget.sections import Collectives
 from indexcache_search.strategies.budget.table import LatencyTable
+from scripts.bench.serving import rank_model
 from scripts.bench.serving.all_reduce import bus_gb_s
 from scripts.bench.serving.divide_prices import divided
 from scripts.bench.serving.layer_times import cumulated, recorder
@@ -174,6 +175,30 @@ def test_a_rank_has_its_share_of_glm_5() -> None:
     assert one["mlp_layer_types"].count("dense") == one["first_k_dense_replace"] == 2
     assert rank_of(one, 8, 1)["shape"]["moe_intermediate_size"] == 2048
     assert rank_config(ranks=8, gpus=1, heads=64, layers=16, dtype="fp8")["num_attention_heads"] == 64
+
+
+def test_what_is_no_rank_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was a rank's is written over by a model with fewer experts, or none."""
+    for words in ([], ["--experts", "64"], ["--experts", "0", "--nextn", "1"]):
+        monkeypatch.setattr("sys.argv", ["rank_model", str(tmp_path), "--layers", "12", *words])
+        rank_model.main()
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (tmp_path / "rank_of.json").exists() == (not words)
+        if words:
+            with pytest.raises(SystemExit, match=r"has no rank_of\.json"):
+                Shape.read(tmp_path, ENGINE, QUERIES)
+    assert config["first_k_dense_replace"] == 12 == config["mlp_layer_types"].count("dense")
+    assert (config["intermediate_size"], config["num_nextn_predict_layers"]) == (9 * 256, 1)  # eight, and a shared one
+
+
+def test_ranks_of_the_papers_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--shape", "glm-4.7-flash", "--ranks", "1", "--heads", "16", "--experts", "8", "--layers", "47"]
+    monkeypatch.setattr("sys.argv", ["rank_model", str(tmp_path), *words])
+    rank_model.main()
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = ("hidden_size", "q_lora_rank", "num_attention_heads", "n_routed_experts", "moe_intermediate_size")
+    assert [config[name] for name in sizes] == [2048, 768, 16, 8, 1536]
+    assert config["first_k_dense_replace"] == 1 and config["intermediate_size"] == 10240
 
 
 # -- all-reduces, and tables that are computed

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_indexcache.families.dsa.blocks.selection import blocks_of
-from sglang_indexcache.families.dsa.blocks.shards import Shards
+from sglang_indexcache.families.dsa.blocks.selection import scored_rows
 
 TOPK, DIM = 2048, 128
 GIB = 2**30
@@ -58,12 +57,7 @@ class Variant:
 
     def rows(self, prefix: int, rows: int, topk: int = TOPK) -> int:
         """Return the rows that one rank scores of a chunk of `rows` queries with `prefix` tokens before it."""
-        runs = blocks_of([prefix], [rows], self.queries, topk) if self.queries > 1 else []
-        count = rows - (self.queries - 1) * sum(run.count for run in runs)
-        shards = Shards(0, self.ranks, lambda every, own: None)
-        if not shards.pays(count, prefix + rows / 2):
-            return count
-        return len(shards.part(count, torch.device("cpu"), {}).own)
+        return scored_rows(prefix, rows, topk, self.queries, self.ranks)
 
 
 VARIANTS = (

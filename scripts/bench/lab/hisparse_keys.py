@@ -102,7 +102,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_sizes(options: argparse.Namespace) -> None:
-    write(model_of(options), rank_config(ranks=1, gpus=1, heads=None, layers=GLM_5, dtype="bf16"), {})
+    write(model_of(options), rank_config(ranks=1, gpus=1, heads=None, layers=GLM_5, dtype="bf16"))
     quarter = PatternFile.load(PUBLISHED).as_pattern().letters
     common = {
         "device": options.device,

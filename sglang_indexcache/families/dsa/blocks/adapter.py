@@ -10,9 +10,9 @@ from sglang_indexcache.families.dsa import needs
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from sglang_indexcache.io.errors import ProofError
 from sglang_indexcache.io.refusal import SHARD_FLAG
-from sglang_indexcache.pattern import Pattern
+from sglang_indexcache.pattern import FULL, Pattern
 from sglang_indexcache.pattern.indexer_setting import IndexerSetting
-from sglang_indexcache.sglang.meaning import INTERLEAVE, context_ranks
+from sglang_indexcache.sglang.meaning import INTERLEAVE, Meaning, context_ranks
 from sglang_indexcache.sglang.probes import Feature
 
 if TYPE_CHECKING:
@@ -108,6 +108,23 @@ class BlocksAdapter(DsaSglang):
                     f"--dsa-prefill-backend {kernel} can't be combined with {pattern.indexers[0]}: it may read as many"
                     f" keys for every query; expected one of {', '.join(_LEAVES_OUT)}"
                 )
+
+    def saved(self, runner: Any) -> Mapping[str, int]:
+        """See `SglangAdapter.saved`; also what scores of the longest prompt take that fits."""
+        from sglang_indexcache.families.dsa.blocks.selection import scored_rows
+
+        meant, (indexers, shared, _) = Meaning(runner.server_args), self.read_back(runner.model)
+        queries = {item.layer: item.queries for item in indexers}
+        context = int(meant.attn_cp_size or 1) if meant.enable_prefill_cp else 1
+        length = min(runner.model_config.context_len, runner.max_total_num_tokens)
+        chunk = runner.server_args.chunked_prefill_size or 0  # less than 1: prompts are read at once
+        last = min(chunk, length) if chunk > 0 else length
+        rows = (
+            scored_rows(length - last, last, module.indexer.index_topk, queries.get(layer, 1), shared.get(layer, 1))
+            for layer, module in self.modules(runner.model)
+            if self.role(layer, module) == FULL
+        )
+        return {**super().saved(runner), "prompt_score_bytes": 4 * length * -(-max(rows, default=0) // context)}
 
     def group(
         self, runner: Any, pattern: Pattern, *, together: bool = True, unions: bool = False

@@ -25,7 +25,7 @@ from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_l
 from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.index_space import index_space
 from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, RowsMetadata
-from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, STRIPE, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -67,6 +67,14 @@ def blocks_of(prefixes: Sequence[int], lengths: Sequence[int], queries: int, top
             found.append(Run(row + first - prefix, first, request, count))
         row += length
     return found
+
+
+def scored_rows(prefix: int, rows: int, topk: int, queries: int = 1, ranks: int = 1) -> int:
+    """Return the rows that a layer scores, on one of `ranks` that share them out, of one request; see `blocks_of`."""
+    runs = blocks_of([prefix], [rows], queries, topk) if queries > 1 else []
+    count = rows - (queries - 1) * sum(run.count for run in runs)
+    pays = Shards(0, ranks, ALONE.gather).pays(count, prefix + rows / 2)
+    return -(-count // STRIPE // ranks) * STRIPE if pays else count
 
 
 @dataclass(eq=False)
