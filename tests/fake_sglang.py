@@ -80,6 +80,7 @@ class ServerArgs:
 
     def __init__(self, model_path: str, json_model_override_args: str = "{}", **flags: Any) -> None:
         flags = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", **flags}
+        flags = {"chunked_prefill_size": 64, **flags}
         self.__dict__.update(flags, model_path=model_path, json_model_override_args=json_model_override_args)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -135,6 +136,7 @@ def install(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None]) -> Any
     class ModelRunner:
         def __init__(self, server_args: Any, model_config: Any) -> None:
             self.server_args, self.model_config, self.is_draft_worker = server_args, model_config, False
+            self.max_total_num_tokens = 1024
             self.load_model()
 
         def load_model(self) -> None:
