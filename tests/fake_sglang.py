@@ -79,8 +79,8 @@ class ServerArgs:
     """Sealed once they are resolved; what is pickled is everything that stands on them."""
 
     def __init__(self, model_path: str, json_model_override_args: str = "{}", **flags: Any) -> None:
-        flags = {"disable_radix_cache": True, "enable_fp32_lm_head": True, "host": "127.0.0.1", **flags}
-        flags = {"chunked_prefill_size": 64, **flags}
+        self.disable_radix_cache, self.enable_fp32_lm_head = True, True
+        self.host, self.chunked_prefill_size = "127.0.0.1", 64
         self.__dict__.update(flags, model_path=model_path, json_model_override_args=json_model_override_args)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,8 +1,9 @@
-"""What a server says that scores of its longest prompt take: against the rows that its layers lay out."""
+"""Compare the memory of scores that a server states with the rows that its layers lay out."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,12 @@ from sglang_indexcache import Pattern
 from sglang_indexcache.families.dsa import DSA
 from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.selection import BlockSelection, WholePlan, blocks_of, scored_rows
-from sglang_indexcache.families.dsa.blocks.shards import Shards
+from sglang_indexcache.families.dsa.blocks.shards import ALONE
 from sglang_indexcache.families.dsa.sglang import DsaSglang
 from tests.served import DIM, SglangIndexer, sglang_modules
 
 __all__ = ["sglang_modules"]
 CPU, TOPK = torch.device("cpu"), 2048
-
-
-def nobody(every: object, own: object) -> None:
-    raise AssertionError("nothing is exchanged")
 
 
 def laid_out(prefix: int, rows: int, queries: int, ranks: int, here: Context = ONE_RANK) -> int:
@@ -33,7 +30,7 @@ def laid_out(prefix: int, rows: int, queries: int, ranks: int, here: Context = O
     if runs:
         plan = WholePlan.of(runs, [rows], queries, CPU, here)
         count = len((plan.mine or plan).first)
-    shards = Shards(0, ranks, nobody)
+    shards = replace(ALONE, ranks=ranks)
     return len(shards.part(count, CPU, {}).own) if shards.pays(count, prefix + rows / 2) else count
 
 
@@ -43,7 +40,7 @@ def test_rows_are_those_that_a_rank_scores(seed: int) -> None:
     prefix, rows = 64 * rng.randrange(3000), rng.choice([1, 100, 1500, 8192, rng.randrange(1, 9000)])
     queries, ranks, context = rng.choice([1, 2, 4, 8, 16, 64]), rng.choice([1, 2, 3, 8]), rng.choice([2, 4])
     assert scored_rows(prefix, rows, TOPK, queries, ranks) == laid_out(prefix, rows, queries, ranks)
-    most = max(laid_out(prefix, rows, queries, 1, Context(rank, context, nobody)) for rank in range(context))
+    most = max(laid_out(prefix, rows, queries, 1, Context(rank, context, ALONE.gather)) for rank in range(context))
     found = -(-scored_rows(prefix, rows, TOPK, queries) // context)
     assert most - 2 <= found <= most  # blocks and other rows are divided each for itself
 

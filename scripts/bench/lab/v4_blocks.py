@@ -57,10 +57,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for length in (int(text) for text in options.lengths.split(",")):
         streams = [stream(engine, prompt(length)) for _ in range(options.repeats + 1)][1:]  # the first one warms up
         times[str(length)] = [[1e3 * seconds for seconds in item] for item in streams]
-    found = engine.get_server_info()["internal_states"][0].get(ENTRY, {})
     serving = served(engine)
     engine.shutdown()
-    return {"short": short, "times": times, "blocks": found, **serving}
+    return {"short": short, "times": times, "blocks": serving["others"].get(ENTRY, {}), **serving}
 
 
 def table(results: list[dict[str, Any]], patterns: list[str]) -> Iterator[str]:

@@ -11,9 +11,10 @@ SGLang must know that the experts are not 4 bits wide (SGLANG_DSV4_FP4_EXPERTS=0
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from scripts.bench.serving.rank_model import write
 
 
 def config(experts: int) -> dict[str, Any]:
@@ -87,7 +88,4 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, default=Path("build/v4-cut"))
     parser.add_argument("--experts", type=int, default=32)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "config.json").write_text(json.dumps(config(options.experts), indent=1) + "\n")
-    generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
-    (options.output / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
+    write(options.output, config(options.experts))

@@ -14,7 +14,7 @@ sglang/srt/layers/attention/dsa of 0.5.17 and 0.5.23.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from indexcache_kernels.prompt_blocks import IndexSpace, expand_blocks, lowest_l
 from sglang_indexcache.families.dsa.blocks.context import ONE_RANK, Context
 from sglang_indexcache.families.dsa.blocks.index_space import index_space
 from sglang_indexcache.families.dsa.blocks.rows import Prefill, PrefillSelection, RowsMetadata
-from sglang_indexcache.families.dsa.blocks.shards import ALONE, STRIPE, Shards
+from sglang_indexcache.families.dsa.blocks.shards import ALONE, Shards
 from sglang_indexcache.pattern.indexer_setting import EXACT_ROWS
 
 _PLANS = "_indexcache_blocks"
@@ -73,8 +73,8 @@ def scored_rows(prefix: int, rows: int, topk: int, queries: int = 1, ranks: int 
     """Return the rows that a layer scores, on one of `ranks` that share them out, of one request; see `blocks_of`."""
     runs = blocks_of([prefix], [rows], queries, topk) if queries > 1 else []
     count = rows - (queries - 1) * sum(run.count for run in runs)
-    pays = Shards(0, ranks, ALONE.gather).pays(count, prefix + rows / 2)
-    return -(-count // STRIPE // ranks) * STRIPE if pays else count
+    shards = replace(ALONE, ranks=ranks)
+    return shards.share(count) if shards.pays(count, prefix + rows / 2) else count
 
 
 @dataclass(eq=False)

@@ -50,12 +50,15 @@ class Shards:
         """Return whether `count` rows, of `keys` in the mean, are shared out; the same on every rank of the group."""
         return self.ranks > 1 and count >= LEAST_ROWS and keys >= LEAST_KEYS
 
+    def share(self, count: int) -> int:
+        """Return how many of `count` rows each rank selects for: whole stripes."""
+        return -(-count // STRIPE // self.ranks) * STRIPE
+
     def part(self, count: int, device: torch.device, kept: dict[str, Any]) -> Part:
         """Return this rank's part of `count` rows, made once in `kept` for all layers of a forward pass."""
         key = f"{_PARTS}_{count}"
         if key not in kept:
-            stripes = -(-count // STRIPE)
-            share = -(-stripes // self.ranks) * STRIPE
+            share = self.share(count)
             place, row = torch.arange(share, device=device), torch.arange(count, device=device)
             mine = (place // STRIPE * self.ranks + self.rank) * STRIPE + place % STRIPE
             stripe = row // STRIPE
